@@ -1,0 +1,156 @@
+"""What every device that runs dispatches shares: limit checks before recording, and programs.
+
+A driver (`kompute`, `vulkan`, `null`) gives buffers and recordings; this module plans a graph, checks every
+launch against the device's limits (Kompute itself checks almost nothing), makes the program's own regions and
+moves inputs and outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from vkbackend.device.base import Array, Buffer, DeviceInfo, Limits, Words
+from vkbackend.errors import DeviceError, VkBackendError
+from vkbackend.graph import I32, Graph, Tensor
+from vkbackend.ops.op import Kernel
+from vkbackend.schedule import ARENA, INPUTS, OUTPUTS, Launch, Plan, plan
+
+NAN_WORD = 0x7FC00000
+
+
+@dataclass(frozen=True, eq=False)
+class Command:
+    """A checked launch with every buffer known."""
+
+    label: str
+    kernel: Kernel
+    buffers: tuple[Buffer, ...]
+    push: tuple[int, ...]
+    groups: tuple[int, int, int]
+    spec: tuple[int, ...]
+
+
+class HostRegion(Protocol):
+    """A device buffer with a host-side copy that a recording moves at its start (inputs) or end (outputs)."""
+
+    @property
+    def n_words(self) -> int: ...
+
+    @property
+    def words(self) -> Words:
+        """The host-side words, writable in place."""
+        ...
+
+
+class Recording(Protocol):
+    """Commands recorded once; `run` submits them and waits. `seconds` (with timestamps) is per level."""
+
+    def run(self) -> None: ...
+
+    def level_seconds(self) -> list[float]: ...
+
+
+class Driver(Protocol):
+    """What a dispatching device implements beyond `Device`."""
+
+    @property
+    def info(self) -> DeviceInfo: ...
+
+    def allocate(self, n_words: int, dtype: str = ..., label: str = ...) -> Buffer: ...
+
+    def host_region(self, n_words: int, label: str) -> HostRegion: ...
+
+    def fill(self, buffer: Buffer, offset: int, n_words: int, word: int) -> None: ...
+
+    def record(
+        self, levels: Sequence[Sequence[Command]], inputs: HostRegion, outputs: HostRegion, timestamps: bool
+    ) -> Recording: ...
+
+
+class DispatchProgram:
+    """A planned and recorded graph. Runs as one submission."""
+
+    def __init__(self, driver: Driver, graph: Graph, poison: bool, timestamps: bool) -> None:
+        self.plan: Plan = plan(graph, driver.info.limits)
+        n = self.plan.n_words
+        self._in = driver.host_region(max(n[INPUTS], 1), "graph inputs")
+        self._out = driver.host_region(max(n[OUTPUTS], 1), "graph outputs")
+        arena = driver.allocate(max(n[ARENA], 1), label="activation arena")
+        if poison:
+            driver.fill(arena, 0, arena.n_words, NAN_WORD)
+            self._out.words[:] = NAN_WORD
+        regions: dict[str, Buffer] = {ARENA: arena, INPUTS: self._in, OUTPUTS: self._out}
+        levels = [[_command(launch, regions, driver.info) for launch in level] for level in self.plan.levels]
+        self._recording = driver.record(levels, self._in, self._out, timestamps)
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        for name, (offset, tensor) in self.plan.inputs.items():
+            self._in.words[offset : offset + tensor.size] = _as_words(name, tensor, feeds)
+        self._recording.run()
+        return {name: self._read(offset, tensor) for name, (offset, tensor) in self.plan.outputs.items()}
+
+    def level_seconds(self) -> list[float]:
+        """Device time of each level of the last run; needs `timestamps=True` at compile time."""
+        return self._recording.level_seconds()
+
+    def _read(self, offset: int, tensor: Tensor) -> Array:
+        start, stop = tensor.span()
+        words = self._out.words[offset : offset + stop - start]
+        typed = words.view(np.int32 if tensor.dtype == I32 else np.float32)
+        return np.lib.stride_tricks.as_strided(typed, tensor.shape, [4 * s for s in tensor.strides]).copy()
+
+
+def _as_words(name: str, tensor: Tensor, feeds: Mapping[str, Array]) -> Words:
+    if name not in feeds:
+        raise VkBackendError(f"graph input '{name}' was not given; this graph needs shape {tensor.shape}")
+    data = np.asarray(feeds[name], np.int32 if tensor.dtype == I32 else np.float32)
+    if data.shape != tensor.shape:
+        raise VkBackendError(f"graph input '{name}' has shape {data.shape}; this graph was built for {tensor.shape}")
+    return np.ascontiguousarray(data).reshape(-1).view(np.uint32)
+
+
+def _command(launch: Launch, regions: Mapping[str, Buffer], info: DeviceInfo) -> Command:
+    buffers = tuple(regions[b] if isinstance(b, str) else b for b in launch.buffers)
+    check_launch(launch, buffers, info)
+    return Command(launch.label, launch.kernel, buffers, launch.push, launch.groups, launch.spec)
+
+
+def check_launch(launch: Launch, buffers: Sequence[Buffer], info: DeviceInfo) -> None:
+    """Raises `DeviceError` when a launch exceeds a limit of the device."""
+    limits: Limits = info.limits
+    where = f"{launch.label} ({launch.kernel.name}.comp) on {info.name}"
+    if 4 * len(launch.push) > limits.max_push_bytes:
+        raise DeviceError(
+            f"{where}: needs {4 * len(launch.push)} bytes of push constants, the device allows {limits.max_push_bytes}"
+        )
+    for axis, need, allowed in zip("xyz", launch.groups, limits.max_groups, strict=True):
+        if not 1 <= need <= allowed:
+            raise DeviceError(
+                f"{where}: needs {need} workgroups along {axis}, the device allows 1..{allowed}; "
+                "use a smaller batch (n_ubatch)"
+            )
+    if launch.kernel.local_size > limits.max_invocations:
+        raise DeviceError(
+            f"{where}: needs {launch.kernel.local_size} invocations in a workgroup, "
+            f"the device allows {limits.max_invocations}"
+        )
+    for i, buffer in enumerate(buffers):
+        if 4 * buffer.n_words > limits.max_storage_range:
+            raise DeviceError(
+                f"{where}: binding {i} is a buffer of {4 * buffer.n_words} bytes, the device can bind "
+                f"{limits.max_storage_range}; use a smaller n_ctx or n_ubatch"
+            )
+
+
+def check_allocation(n_words: int, label: str, info: DeviceInfo) -> None:
+    """Raises `DeviceError` when a buffer is larger than the device can allocate or bind at once."""
+    allowed = min(info.limits.max_buffer_bytes, info.limits.max_storage_range)
+    if not 0 < 4 * n_words <= allowed:
+        raise DeviceError(
+            f"{info.name}: {label or 'a buffer'} needs {4 * n_words} bytes in one buffer, the device allows "
+            f"1..{allowed}; use a smaller n_ctx, n_seq_max or n_ubatch"
+        )

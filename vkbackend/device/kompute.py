@@ -1,0 +1,229 @@
+"""The Kompute device: buffers, algorithms and sequences of `kp`, through one wrapper.
+
+Nothing outside this module touches Kompute memory. What was measured and worked around: docs/kompute.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from vkbackend.device.base import Array, Buffer, DeviceInfo, Words
+from vkbackend.device.copy import COPY_WORDS, FILL_WORDS, GRID
+from vkbackend.device.dispatching import Command, DispatchProgram, HostRegion, check_allocation
+from vkbackend.device.probe import uses_subgroups, vulkan_devices
+from vkbackend.errors import DeviceError
+from vkbackend.graph import F32, Graph
+from vkbackend.ops.op import Kernel
+from vkbackend.shaders.compiler import spirv
+
+STAGING_WORDS = 8 << 20  # 32 MiB: large enough to amortise an eval, small enough to keep
+
+
+@dataclass(eq=False)
+class KomputeBuffer:
+    """An eStorage tensor: device memory without a host copy."""
+
+    tensor: Any
+    n_words: int
+
+
+@dataclass(eq=False)
+class KomputeHostRegion:
+    """An eDevice or eHost tensor: `words` is Kompute's mapped host side."""
+
+    tensor: Any
+    n_words: int
+    words: Words
+
+
+class KomputeRecording:
+    """A recorded sequence. One `run` is one Kompute eval."""
+
+    def __init__(self, sequence: Any, level_ends: list[int], timestamp_ns: float) -> None:
+        self._sequence = sequence
+        self._level_ends = level_ends
+        self._timestamp_ns = timestamp_ns
+
+    def run(self) -> None:
+        try:
+            self._sequence.eval()
+        except RuntimeError as error:
+            raise DeviceError(f"kompute: running a recording failed: {error}") from error
+
+    def level_seconds(self) -> list[float]:
+        ticks = self._sequence.get_timestamps()
+        ends = [ticks[i] for i in self._level_ends]
+        return [(b - a) * self._timestamp_ns * 1e-9 for a, b in zip(ends, ends[1:], strict=False)]
+
+
+class KomputeDevice:
+    """One physical device driven through Kompute. Raises `DeviceError` when it can not be opened."""
+
+    holds_packed_weights = True
+
+    def __init__(self, index: int = 0, subgroups: bool = True) -> None:
+        kp = _import_kp()
+        found = vulkan_devices("kompute")
+        if not 0 <= index < len(found):
+            raise DeviceError(
+                f"kompute:{index}: there is no such Vulkan device; found {len(found)}: "
+                + (", ".join(f"{d.info.name} ({d.info.description})" for d in found) or "none, install a Vulkan driver")
+            )
+        self.info: DeviceInfo = found[index].info
+        self._timestamp_ns = found[index].timestamp_ns
+        self.subgroups = subgroups and uses_subgroups(self.info.limits)
+        self._kp = kp
+        try:
+            self._manager = kp.Manager(index, [], [])
+        except RuntimeError as error:
+            raise DeviceError(f"{self.info.name} ({self.info.description}): Kompute can not open it: {error}") from error
+        self._algorithms: dict[tuple[Any, ...], Any] = {}
+        self._staging: KomputeHostRegion | None = None
+        self._barrier = self._manager.tensor_t(np.zeros(1, np.uint32), kp.TensorTypes.device)
+        self._self_test()
+
+    # ---- memory
+
+    def allocate(self, n_words: int, dtype: str = F32, label: str = "") -> KomputeBuffer:
+        check_allocation(n_words, label, self.info)
+        # np.empty only reserves address space: Kompute reads the size of this array, not its contents.
+        return KomputeBuffer(self._tensor(np.empty(n_words, np.uint32), self._kp.TensorTypes.storage, label), n_words)
+
+    def host_region(self, n_words: int, label: str) -> KomputeHostRegion:
+        check_allocation(n_words, label, self.info)
+        tensor = self._tensor(np.zeros(n_words, np.uint32), self._kp.TensorTypes.device, label)
+        return KomputeHostRegion(tensor, n_words, cast(Words, tensor.data()))
+
+    def upload(self, buffer: Buffer, offset: int, data: Array) -> None:
+        words = np.ascontiguousarray(data).reshape(-1).view(np.uint32)
+        self._check_range(buffer, offset, words.size)
+        staging = self._get_staging()
+        for start in range(0, words.size, staging.n_words):
+            part = words[start : start + staging.n_words]
+            staging.words[: part.size] = part
+            self._eval(COPY_WORDS, [staging, buffer], (0, offset + start, part.size))
+
+    def download(self, buffer: Buffer, offset: int, n_words: int) -> Words:
+        self._check_range(buffer, offset, n_words)
+        staging = self._get_staging()
+        out = np.empty(n_words, np.uint32)
+        for start in range(0, n_words, staging.n_words):
+            n = min(staging.n_words, n_words - start)
+            self._eval(COPY_WORDS, [buffer, staging], (offset + start, 0, n))
+            out[start : start + n] = staging.words[:n]
+        return out
+
+    def fill(self, buffer: Buffer, offset: int, n_words: int, word: int) -> None:
+        self._check_range(buffer, offset, n_words)
+        self._eval(FILL_WORDS, [buffer], (offset, n_words, word))
+
+    def _tensor(self, data: Words, kind: Any, label: str) -> Any:
+        try:
+            return self._manager.tensor_t(data, kind)
+        except RuntimeError as error:
+            raise DeviceError(
+                f"{self.info.name}: allocating {data.nbytes} bytes for {label or 'a buffer'} failed: {error}"
+            ) from error
+
+    def _get_staging(self) -> KomputeHostRegion:
+        if self._staging is None:
+            n = min(STAGING_WORDS, self.info.limits.max_storage_range // 4)
+            tensor = self._tensor(np.zeros(n, np.uint32), self._kp.TensorTypes.host, "staging")
+            self._staging = KomputeHostRegion(tensor, n, cast(Words, tensor.data()))
+        return self._staging
+
+    def _check_range(self, buffer: Buffer, offset: int, n_words: int) -> None:
+        if offset < 0 or n_words < 0 or offset + n_words > buffer.n_words:
+            raise DeviceError(
+                f"{self.info.name}: words [{offset}, {offset + n_words}) are outside a buffer of {buffer.n_words} words"
+            )
+
+    # ---- programs
+
+    def compile(self, graph: Graph, poison: bool = False, timestamps: bool = False) -> DispatchProgram:
+        return DispatchProgram(self, graph, poison, timestamps)
+
+    def record(
+        self, levels: Sequence[Sequence[Command]], inputs: HostRegion, outputs: HostRegion, timestamps: bool
+    ) -> KomputeRecording:
+        kp = self._kp
+        n_ops = sum(len(level) for level in levels) + len(levels) + 2
+        sequence = self._manager.sequence(0, n_ops if timestamps else 0)
+        sequence.record(kp.OpTensorSyncDevice([_tensor_of(inputs)]))
+        n, ends = 1, [1]
+        for i, level in enumerate(levels):
+            if i > 0:
+                # Kompute has no compute-to-compute barrier; a one-word transfer between two levels is one.
+                sequence.record(kp.OpTensorSyncLocal([self._barrier]))
+                n += 1
+            for command in level:
+                algorithm = self._algorithm(command.kernel, command.buffers, command.spec, command.groups, command.push)
+                sequence.record(kp.OpAlgoDispatch(algorithm, np.array(command.push, np.uint32)))
+                n += 1
+            ends.append(n)
+        sequence.record(kp.OpTensorSyncLocal([_tensor_of(outputs)]))
+        return KomputeRecording(sequence, ends, self._timestamp_ns)
+
+    def _algorithm(
+        self,
+        kernel: Kernel,
+        buffers: Sequence[Any],
+        spec: tuple[int, ...],
+        groups: tuple[int, int, int],
+        push: Sequence[int],
+    ) -> Any:
+        key = (kernel, tuple(id(_tensor_of(b)) for b in buffers), spec, groups, len(push))
+        if key not in self._algorithms:
+            try:
+                # Both arrays must be uint32: Kompute reads the push constants with the spec constants' type.
+                self._algorithms[key] = self._manager.algorithm(
+                    [_tensor_of(b) for b in buffers],
+                    spirv(kernel, self.subgroups),
+                    list(groups),
+                    np.array(spec, np.uint32),
+                    np.array(push, np.uint32),
+                )
+            except RuntimeError as error:
+                raise DeviceError(f"{self.info.name}: pipeline for {kernel.name}.comp failed: {error}") from error
+        return self._algorithms[key]
+
+    def _eval(self, kernel: Kernel, buffers: Sequence[Any], push: tuple[int, ...]) -> None:
+        algorithm = self._algorithm(kernel, buffers, (), GRID, push)
+        sequence = self._manager.sequence()
+        sequence.record(self._kp.OpAlgoDispatch(algorithm, np.array(push, np.uint32)))
+        sequence.eval()
+        sequence.destroy()
+
+    def _self_test(self) -> None:
+        """Writes and reads a pattern: kp 0.9.0 built for another NumPy reads wrong values without an error."""
+        pattern = np.arange(1, 1 + 64, dtype=np.uint32) * np.uint32(0x9E3779B1)
+        buffer = self.allocate(64, label="self-test")
+        self.upload(buffer, 0, pattern)
+        if not np.array_equal(self.download(buffer, 0, 64), pattern):
+            raise DeviceError(
+                f"{self.info.name}: Kompute reads back other values than were written (NumPy {np.__version__}); "
+                "kp 0.9.0 needs numpy < 2: pip install 'numpy<2'"
+            )
+
+    def close(self) -> None:
+        self._algorithms.clear()
+        self._staging = None
+        self._manager.destroy()
+
+
+def _tensor_of(buffer: Any) -> Any:
+    return buffer.tensor
+
+
+def _import_kp() -> Any:
+    try:
+        import kp
+    except ImportError as error:
+        raise DeviceError(f"the kompute device needs the package kp ({error}); install it with: make setup") from error
+    if int(np.__version__.split(".")[0]) >= 2:
+        raise DeviceError(f"kp 0.9.0 reads wrong values with NumPy {np.__version__}: pip install 'numpy<2'")
+    return kp

@@ -1,0 +1,121 @@
+"""The NumPy device: walks a graph with the ops' references. Reference (float64) and fallback (float32)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from vkbackend.device.base import Array, Buffer, DeviceInfo, Limits, Words
+from vkbackend.errors import DeviceError
+from vkbackend.graph import F32, I32, Graph, Role, Storage, Tensor
+
+
+@dataclass(eq=False)
+class NumpyBuffer:
+    """A one-dimensional array, one element a word."""
+
+    data: Array
+
+    @property
+    def n_words(self) -> int:
+        return int(self.data.size)
+
+
+class NumpyDevice:
+    """Runs graphs on the CPU with NumPy. `real` is the type of every "f32" tensor: float32, or float64 in tests."""
+
+    holds_packed_weights = False
+
+    def __init__(self, real: type[np.floating[Any]] = np.float32) -> None:
+        self.real = np.dtype(real)
+        self.info = DeviceInfo(
+            name="numpy",
+            description=f"NumPy {np.__version__} ({self.real.name})",
+            kind="reference",
+            limits=Limits(max_storage_range=1 << 62, max_buffer_bytes=1 << 62),
+        )
+
+    def _dtype(self, dtype: str) -> np.dtype[Any]:
+        if dtype == F32:
+            return self.real
+        if dtype == I32:
+            return np.dtype(np.int32)
+        raise DeviceError(f"numpy: dtype '{dtype}' has no array type here; upload such weights as float32")
+
+    def allocate(self, n_words: int, dtype: str = F32, label: str = "") -> NumpyBuffer:
+        try:
+            data = np.empty(n_words, self._dtype(dtype))
+        except MemoryError as error:
+            raise DeviceError(f"numpy: allocating {4 * n_words} bytes for {label or 'a buffer'} failed") from error
+        return NumpyBuffer(data)
+
+    def upload(self, buffer: Buffer, offset: int, data: Array) -> None:
+        target = _array(buffer)
+        flat = np.ascontiguousarray(data).reshape(-1)
+        if flat.dtype == np.uint32:
+            flat = flat.view(np.int32 if target.dtype == np.int32 else np.float32)
+        target[offset : offset + flat.size] = flat
+
+    def download(self, buffer: Buffer, offset: int, n_words: int) -> Words:
+        part = _array(buffer)[offset : offset + n_words]
+        if part.dtype == np.float64:
+            part = part.astype(np.float32)
+        return part.view(np.uint32).copy()
+
+    def fill(self, buffer: Buffer, offset: int, n_words: int, word: int) -> None:
+        self.upload(buffer, offset, np.full(n_words, word, np.uint32))
+
+    def compile(self, graph: Graph, poison: bool = False, timestamps: bool = False) -> NumpyProgram:
+        return NumpyProgram(self, graph)
+
+    def close(self) -> None:
+        return None
+
+
+class NumpyProgram:
+    """Arrays for a graph's storages, made once, and a walk over its nodes."""
+
+    def __init__(self, device: NumpyDevice, graph: Graph) -> None:
+        self._device = device
+        self._graph = graph
+        self._memory: dict[int, Array] = {}
+        self._steps = [
+            (node, [self._view(t) for t in node.inputs], [self._view(t) for t in node.outputs]) for node in graph.nodes
+        ]
+        self._inputs = {name: self._view(t) for name, t in graph.inputs.items()}
+        self._outputs = {name: self._view(t) for name, t in graph.outputs.items()}
+
+    def _view(self, tensor: Tensor) -> Array:
+        base = self._storage(tensor.storage)
+        if tensor.is_packed:
+            raise DeviceError(
+                f"numpy: '{tensor.storage.label}' holds packed {tensor.dtype} words; this device takes float32 weights"
+            )
+        return np.lib.stride_tricks.as_strided(
+            base[tensor.offset :], tensor.shape, [s * base.itemsize for s in tensor.strides]
+        )
+
+    def _storage(self, storage: Storage) -> Array:
+        if storage.role is Role.BOUND:
+            assert storage.buffer is not None
+            return _array(storage.buffer)[storage.base : storage.base + storage.n_words]
+        if id(storage) not in self._memory:
+            dtype = self._device._dtype(storage.dtype)
+            # A result that a reference forgets to write must not look like a plausible number.
+            self._memory[id(storage)] = np.full(storage.n_words, np.nan if dtype.kind == "f" else -1, dtype)
+        return self._memory[id(storage)]
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        for name, view in self._inputs.items():
+            view[...] = feeds[name]
+        with np.errstate(over="ignore", under="ignore"):
+            for node, inputs, outputs in self._steps:
+                node.op.reference(node, inputs, outputs)
+        return {name: view.copy() for name, view in self._outputs.items()}
+
+
+def _array(buffer: Buffer) -> Array:
+    return cast(NumpyBuffer, buffer).data

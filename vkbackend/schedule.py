@@ -1,0 +1,206 @@
+"""From a graph to an ordered, placed list of dispatches: levels by hazards, memory by liveness.
+
+1. Every node is lowered to stages of dispatches (`ops/op.py`).
+2. Each dispatch gets a level: one more than the highest level it conflicts with. A conflict is an overlap of
+   byte ranges of the same storage where at least one side writes; dispatches of one stage never conflict.
+   Barriers are needed between levels only.
+3. Temporaries are packed into one arena: two storages may share words when the level ranges in which they live
+   do not meet. As lifetimes are counted in levels, sharing can not create a new hazard.
+
+The result is plain data (`Plan`); devices turn it into their own commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from vkbackend.device.base import Buffer, Limits
+from vkbackend.errors import VkBackendError
+from vkbackend.graph import Graph, Role, Storage, Tensor
+from vkbackend.ops.op import At, Bind, Dispatch, Kernel, push_word
+
+ALIGN = 64  # words: 256 bytes, the largest alignment any device asks of a storage buffer offset
+
+ARENA, INPUTS, OUTPUTS = "arena", "inputs", "outputs"
+Place = Buffer | str  # a device buffer, or one of the three regions that belong to the program
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One placed dispatch: what to run, on which buffers, with which words. `label` names the op for timings."""
+
+    label: str
+    kernel: Kernel
+    buffers: tuple[Place, ...]
+    push: tuple[int, ...]
+    groups: tuple[int, int, int]
+    spec: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Levels of launches (a barrier between two levels), the sizes of the program's own regions in words, and
+    the word offset of every input and output in its region."""
+
+    levels: list[list[Launch]]
+    n_words: dict[str, int]
+    inputs: dict[str, tuple[int, Tensor]]
+    outputs: dict[str, tuple[int, Tensor]]
+
+
+@dataclass
+class _Access:
+    level: int
+    stage: int
+    bind: Bind
+
+
+@dataclass
+class _Item:
+    label: str
+    dispatch: Dispatch
+    level: int
+
+
+@dataclass
+class _Life:
+    storage: Storage
+    first: int
+    last: int
+    accesses: list[_Access] = field(default_factory=list)
+
+
+def plan(graph: Graph, limits: Limits) -> Plan:
+    """Schedules a graph for a dispatching device."""
+    items, lives = _levels(graph, limits)
+    place = _Placement(graph, lives)
+    n_levels = 1 + max((i.level for i in items), default=-1)
+    levels: list[list[Launch]] = [[] for _ in range(n_levels)]
+    for item in items:
+        levels[item.level].append(_launch(item, place))
+    return Plan(
+        levels=levels,
+        n_words=place.n_words,
+        inputs={name: (place.of(t)[1], t) for name, t in graph.inputs.items()},
+        outputs={name: (place.of(t)[1], t) for name, t in graph.outputs.items()},
+    )
+
+
+def _levels(graph: Graph, limits: Limits) -> tuple[list[_Item], dict[object, _Life]]:
+    items: list[_Item] = []
+    lives: dict[object, _Life] = {}
+    stage_id = 0
+    for node in graph.nodes:
+        for stage in node.op.lower(node, limits):
+            stage_id += 1
+            for dispatch in stage:
+                binds = (*dispatch.binds, *dispatch.also)
+                level = 0
+                for bind in binds:
+                    life = lives.get(_key(bind.tensor.storage))
+                    for earlier in life.accesses if life else ():
+                        if earlier.level >= level and earlier.stage != stage_id and _conflict(earlier.bind, bind):
+                            level = earlier.level + 1
+                items.append(_Item(node.op.name, dispatch, level))
+                for bind in binds:
+                    storage = bind.tensor.storage
+                    life = lives.setdefault(_key(storage), _Life(storage, level, level))
+                    life.first, life.last = min(life.first, level), max(life.last, level)
+                    life.accesses.append(_Access(level, stage_id, bind))
+    return items, lives
+
+
+def _key(storage: Storage) -> object:
+    # Two BOUND storages over one buffer are told apart by their words, not by their identity.
+    return id(storage.buffer) if storage.role is Role.BOUND else id(storage)
+
+
+def _conflict(a: Bind, b: Bind) -> bool:
+    return ("w" in a.access or "w" in b.access) and overlaps(a.tensor, b.tensor)
+
+
+def overlaps(a: Tensor, b: Tensor) -> bool:
+    """True when two views of one storage (or of one buffer) may share a word."""
+    a0, a1 = (a.storage.base + w for w in a.span())
+    b0, b1 = (b.storage.base + w for w in b.span())
+    if a1 <= b0 or b1 <= a0:
+        return False
+    rows_a, rows_b = _rows(a), _rows(b)
+    if rows_a is None or rows_b is None or rows_a[0] != rows_b[0]:
+        return True
+    # Both are rows of equal pitch (column slices of one matrix): they are apart when their columns are.
+    pitch, width_a = rows_a
+    width_b = rows_b[1]
+    start_a, start_b = a0 % pitch, b0 % pitch
+    if start_a + width_a > pitch or start_b + width_b > pitch:
+        return True
+    return start_a < start_b + width_b and start_b < start_a + width_a
+
+
+def _rows(t: Tensor) -> tuple[int, int] | None:
+    """(row pitch, row width) in words of a view whose outermost axis steps over rows that do not overlap."""
+    if t.is_packed or t.ndim < 2 or t.shape[0] == 1:
+        return None
+    width = 1 + sum((n - 1) * s for n, s in zip(t.shape[1:], t.strides[1:], strict=True))
+    return (t.strides[0], width) if width <= t.strides[0] else None
+
+
+class _Placement:
+    """Where every storage of one graph lives."""
+
+    def __init__(self, graph: Graph, lives: dict[object, _Life]) -> None:
+        self.n_words = {ARENA: 0, INPUTS: 0, OUTPUTS: 0}
+        self._where: dict[int, tuple[str, int]] = {}
+        for tensor in graph.inputs.values():
+            self._append(INPUTS, tensor.storage)
+        for tensor in graph.outputs.values():
+            if id(tensor.storage) not in self._where:
+                self._append(OUTPUTS, tensor.storage)
+        self._pack(life for life in lives.values() if life.storage.role is Role.TEMP)
+
+    def of(self, tensor: Tensor) -> tuple[Place, int]:
+        """The buffer or region a tensor is in, and its first word there."""
+        storage = tensor.storage
+        if storage.role is Role.BOUND:
+            assert storage.buffer is not None
+            return storage.buffer, storage.base + tensor.offset
+        if id(storage) not in self._where:
+            raise VkBackendError(f"schedule: '{storage.label}' is used but belongs to no node of this graph")
+        region, start = self._where[id(storage)]
+        return region, start + tensor.offset
+
+    def _append(self, region: str, storage: Storage) -> None:
+        self._where[id(storage)] = (region, self.n_words[region])
+        self.n_words[region] += _aligned(storage.n_words)
+
+    def _pack(self, lives: Iterable[_Life]) -> None:
+        """First fit by size: large storages first, each at the lowest place free during its whole life."""
+        placed: list[tuple[int, int, _Life]] = []
+        for life in sorted(lives, key=lambda x: (-x.storage.n_words, x.first)):
+            size = _aligned(life.storage.n_words)
+            busy = sorted((s, e) for s, e, other in placed if other.first <= life.last and life.first <= other.last)
+            start = 0
+            for s, e in busy:
+                if start + size <= s:
+                    break
+                start = max(start, e)
+            placed.append((start, start + size, life))
+            self._where[id(life.storage)] = (ARENA, start)
+            self.n_words[ARENA] = max(self.n_words[ARENA], start + size)
+
+
+def _aligned(n_words: int) -> int:
+    return -(-n_words // ALIGN) * ALIGN
+
+
+def _launch(item: _Item, place: _Placement) -> Launch:
+    d = item.dispatch
+    return Launch(
+        label=item.label,
+        kernel=d.kernel,
+        buffers=tuple(place.of(b.tensor)[0] for b in d.binds),
+        push=tuple(place.of(v.tensor)[1] + v.plus if isinstance(v, At) else push_word(v) for v in d.push),
+        groups=d.groups,
+        spec=d.spec,
+    )
