@@ -89,6 +89,10 @@ class Device(Protocol):
         """Sets every word of a region to one uint32 pattern."""
         ...
 
+    def copy(self, source: Buffer, source_at: int, target: Buffer, target_at: int, n_words: int) -> None:
+        """Copies words between buffers, or between regions of one buffer that do not overlap."""
+        ...
+
     def compile(self, graph: Graph, poison: bool = False, timestamps: bool = False) -> Program:
         """Makes a graph runnable. `poison` fills temporaries with NaN first, so that tests see unwritten reads."""
         ...

@@ -7,6 +7,7 @@ moves inputs and outputs.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -54,11 +55,45 @@ class Recording(Protocol):
     def level_seconds(self) -> list[float]: ...
 
 
+class RegionPool:
+    """The activation arenas and host regions of a device, shared by all its programs.
+
+    Programs of one device run one after another (`lock`), so they can use the same scratch memory; and as they
+    bind the same buffers, they also share pipelines. Sizes are rounded up to powers of two.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._arenas: dict[int, Buffer] = {}
+        self._hosts: dict[tuple[str, int], HostRegion] = {}
+        self.lock = threading.Lock()
+
+    def arena(self, n_words: int) -> Buffer:
+        size = self._size_class(n_words)
+        if size not in self._arenas:
+            self._arenas[size] = self._driver.allocate(size, label="activation arena")
+        return self._arenas[size]
+
+    def host(self, kind: str, n_words: int) -> HostRegion:
+        size = self._size_class(n_words)
+        if (kind, size) not in self._hosts:
+            self._hosts[kind, size] = self._driver.host_region(size, f"graph {kind}")
+        return self._hosts[kind, size]
+
+    def _size_class(self, n_words: int) -> int:
+        largest = min(self._driver.info.limits.max_storage_range, self._driver.info.limits.max_buffer_bytes) // 4
+        size = max(1024, 1 << (n_words - 1).bit_length())
+        return size if size <= largest else n_words
+
+
 class Driver(Protocol):
     """What a dispatching device implements beyond `Device`."""
 
     @property
     def info(self) -> DeviceInfo: ...
+
+    @property
+    def pool(self) -> RegionPool: ...
 
     def allocate(self, n_words: int, dtype: str = ..., label: str = ...) -> Buffer: ...
 
@@ -77,9 +112,10 @@ class DispatchProgram:
     def __init__(self, driver: Driver, graph: Graph, poison: bool, timestamps: bool) -> None:
         self.plan: Plan = plan(graph, driver.info.limits)
         n = self.plan.n_words
-        self._in = driver.host_region(max(n[INPUTS], 1), "graph inputs")
-        self._out = driver.host_region(max(n[OUTPUTS], 1), "graph outputs")
-        arena = driver.allocate(max(n[ARENA], 1), label="activation arena")
+        self._lock = driver.pool.lock
+        self._in = driver.pool.host(INPUTS, n[INPUTS])
+        self._out = driver.pool.host(OUTPUTS, n[OUTPUTS])
+        arena = driver.pool.arena(n[ARENA])
         if poison:
             driver.fill(arena, 0, arena.n_words, NAN_WORD)
             self._out.words[:] = NAN_WORD
@@ -88,10 +124,12 @@ class DispatchProgram:
         self._recording = driver.record(levels, self._in, self._out, timestamps)
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        for name, (offset, tensor) in self.plan.inputs.items():
-            self._in.words[offset : offset + tensor.size] = _as_words(name, tensor, feeds)
-        self._recording.run()
-        return {name: self._read(offset, tensor) for name, (offset, tensor) in self.plan.outputs.items()}
+        words = {name: _as_words(name, tensor, feeds) for name, (_, tensor) in self.plan.inputs.items()}
+        with self._lock:
+            for name, (offset, tensor) in self.plan.inputs.items():
+                self._in.words[offset : offset + tensor.size] = words[name]
+            self._recording.run()
+            return {name: self._read(offset, tensor) for name, (offset, tensor) in self.plan.outputs.items()}
 
     def level_seconds(self) -> list[float]:
         """Device time of each level of the last run; needs `timestamps=True` at compile time."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from vkbackend.device.base import Array, Buffer, DeviceInfo, Words
 from vkbackend.device.copy import COPY_WORDS, FILL_WORDS, GRID
-from vkbackend.device.dispatching import Command, DispatchProgram, HostRegion, check_allocation
+from vkbackend.device.dispatching import Command, DispatchProgram, HostRegion, RegionPool, check_allocation
 from vkbackend.device.probe import uses_subgroups, vulkan_devices
 from vkbackend.errors import DeviceError
 from vkbackend.graph import F32, Graph
@@ -81,7 +81,9 @@ class KomputeDevice:
             self._manager = kp.Manager(index, [], [])
         except RuntimeError as error:
             raise DeviceError(f"{self.info.name} ({self.info.description}): Kompute can not open it: {error}") from error
-        self._algorithms: dict[tuple[Any, ...], Any] = {}
+        # The tensors are kept beside the algorithm: the key holds their ids, which must not be reused.
+        self._algorithms: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+        self.pool = RegionPool(self)
         self._staging: KomputeHostRegion | None = None
         self._barrier = self._manager.tensor_t(np.zeros(1, np.uint32), kp.TensorTypes.device)
         self._self_test()
@@ -120,6 +122,11 @@ class KomputeDevice:
     def fill(self, buffer: Buffer, offset: int, n_words: int, word: int) -> None:
         self._check_range(buffer, offset, n_words)
         self._eval(FILL_WORDS, [buffer], (offset, n_words, word))
+
+    def copy(self, source: Buffer, source_at: int, target: Buffer, target_at: int, n_words: int) -> None:
+        self._check_range(source, source_at, n_words)
+        self._check_range(target, target_at, n_words)
+        self._eval(COPY_WORDS, [source, target], (source_at, target_at, n_words))
 
     def _tensor(self, data: Words, kind: Any, label: str) -> Any:
         try:
@@ -176,20 +183,22 @@ class KomputeDevice:
         groups: tuple[int, int, int],
         push: Sequence[int],
     ) -> Any:
-        key = (kernel, tuple(id(_tensor_of(b)) for b in buffers), spec, groups, len(push))
+        tensors = [_tensor_of(b) for b in buffers]
+        key = (kernel, tuple(id(t) for t in tensors), spec, groups, len(push))
         if key not in self._algorithms:
             try:
                 # Both arrays must be uint32: Kompute reads the push constants with the spec constants' type.
-                self._algorithms[key] = self._manager.algorithm(
-                    [_tensor_of(b) for b in buffers],
+                algorithm = self._manager.algorithm(
+                    tensors,
                     spirv(kernel, self.subgroups),
                     list(groups),
                     np.array(spec, np.uint32),
                     np.array(push, np.uint32),
                 )
+                self._algorithms[key] = (algorithm, tensors)
             except RuntimeError as error:
                 raise DeviceError(f"{self.info.name}: pipeline for {kernel.name}.comp failed: {error}") from error
-        return self._algorithms[key]
+        return self._algorithms[key][0]
 
     def _eval(self, kernel: Kernel, buffers: Sequence[Any], push: tuple[int, ...]) -> None:
         algorithm = self._algorithm(kernel, buffers, (), GRID, push)
@@ -211,6 +220,7 @@ class KomputeDevice:
 
     def close(self) -> None:
         self._algorithms.clear()
+        self.pool = RegionPool(self)
         self._staging = None
         self._manager.destroy()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vkbackend.device.base import Array, Buffer, DeviceInfo, Limits, Words
-from vkbackend.device.dispatching import Command, DispatchProgram, HostRegion, check_allocation
+from vkbackend.device.dispatching import Command, DispatchProgram, HostRegion, RegionPool, check_allocation
 from vkbackend.graph import F32, Graph
 
 
@@ -49,6 +49,7 @@ class NullDevice:
         self.info = DeviceInfo("null", "records, runs nothing", "reference", limits or Limits())
         self.buffers: list[NullBuffer] = []
         self.recordings: list[NullRecording] = []
+        self.pool = RegionPool(self)
 
     def allocate(self, n_words: int, dtype: str = F32, label: str = "") -> NullBuffer:
         check_allocation(n_words, label, self.info)
@@ -65,6 +66,9 @@ class NullDevice:
         return np.zeros(n_words, np.uint32)
 
     def fill(self, buffer: Buffer, offset: int, n_words: int, word: int) -> None:
+        return None
+
+    def copy(self, source: Buffer, source_at: int, target: Buffer, target_at: int, n_words: int) -> None:
         return None
 
     def record(

@@ -68,6 +68,9 @@ class NumpyDevice:
     def fill(self, buffer: Buffer, offset: int, n_words: int, word: int) -> None:
         self.upload(buffer, offset, np.full(n_words, word, np.uint32))
 
+    def copy(self, source: Buffer, source_at: int, target: Buffer, target_at: int, n_words: int) -> None:
+        _array(target)[target_at : target_at + n_words] = _array(source)[source_at : source_at + n_words]
+
     def compile(self, graph: Graph, poison: bool = False, timestamps: bool = False) -> NumpyProgram:
         return NumpyProgram(self, graph)
 
