@@ -20,11 +20,15 @@ class Attrs:
     eps: float
 
 
-def rms_norm(g: Graph, x: Tensor, w: Tensor, eps: float) -> Tensor:
-    """Normalises every row of x [n_rows, n] (rows may be strided) and scales it by w [n]; returns [n_rows, n]."""
+def rms_norm(g: Graph, x: Tensor, w: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """Normalises every row of x [n_rows, n] (rows may be strided) and scales it by w [n]; returns [n_rows, n].
+
+    `out`, a view of that shape, receives the result in place of a fresh tensor.
+    """
     check(x.ndim == 2 and x.strides[1] == 1, "rms_norm", f"x must be rows of contiguous numbers, got shape {x.shape}")
     check(w.shape == (x.shape[1],), "rms_norm", f"w must have shape ({x.shape[1]},) to match x, got {w.shape}")
-    y = g.temp("rms_norm", x.shape)
+    y = g.temp("rms_norm", x.shape) if out is None else out
+    check(y.shape == x.shape and y.strides[1] == 1, "rms_norm", f"out must have x's shape {x.shape}, got {y.shape}")
     g.add(OP, [x, w], [y], Attrs(eps))
     return y
 

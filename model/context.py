@@ -1,0 +1,243 @@
+"""Contexts: sequences of tokens decoded by one graph builder over one memory.
+
+`Context` serves the trunk; `MtpContext` (mtp.py) the multi-token-prediction block, whose rows carry a hidden
+row beside each token id.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vkbackend.device.base import Device, Program
+from vkbackend.errors import ContextError, DeviceError
+from vkbackend.graph import Graph
+from vkbackend.model.batch import Batch, Rows, UBatch, check_batch, split
+from vkbackend.model.memory import Memory, SeqRm, SequenceState
+from vkbackend.model.qwen35 import StepShape
+
+MAX_PROGRAMS = 64  # recorded shapes kept per context
+SMALLEST_KV_BOUND = 256
+LOGITS_WORDS = 16 << 20  # most logits (rows * n_vocab) that one ubatch returns
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class DecodeOutput:
+    """`logits` float32 [n_wanted_rows, n_vocab]; `hidden` float32 [n_tokens, n_embd] or None; in batch order.
+
+    `argmax` int32 [n_wanted_rows] takes the place of `logits` where only the greedy tokens were asked for.
+    """
+
+    logits: Floats
+    hidden: Floats | None
+    argmax: NDArray[np.int32]
+
+
+class Context:
+    """Decodes tokens of up to n_seq_max sequences and remembers them.
+
+    Made by `model.context(...)`. `n_rs_seq` is how many tokens can be rolled back on a recurrent model; `hidden` is
+    the kind of hidden row that every decode returns (None, "pre_norm", "post_norm").
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        memory: Memory,
+        build: Callable[[StepShape], Graph],
+        n_vocab: int,
+        n_embd: int,
+        n_ubatch: int,
+        hidden: str | None,
+    ) -> None:
+        self.hidden = hidden
+        self.n_ubatch = n_ubatch
+        self.submissions = 0  # programs run so far: one a decode step
+        self._device = device
+        self._memory = memory
+        self._build = build
+        self._n_vocab = n_vocab
+        self._n_embd = n_embd
+        self._programs: OrderedDict[StepShape, Program] = OrderedDict()
+
+    # ---- decoding
+
+    def decode(
+        self, tokens: Sequence[int], seq: int = 0, pos: int | None = None, logits: str = "last", greedy: bool = False
+    ) -> DecodeOutput:
+        """Decodes tokens of one sequence, from position `pos` (default: where it ends).
+
+        `logits`: "last", "all" or "none" rows. `greedy`: return token ids (argmax) instead of logits.
+        Raises `ContextError` before anything runs when ids, positions or capacity do not fit.
+        """
+        return self.decode_batch(single_sequence(tokens, seq, pos, logits), greedy)
+
+    def decode_batch(self, batch: Batch, greedy: bool = False) -> DecodeOutput:
+        """Decodes rows of several sequences. An error leaves every sequence as it was."""
+        return self._run(self._check(batch), greedy, {})
+
+    def _check(self, batch: Batch) -> Rows:
+        n_past = [s.n_past for s in self._memory.seqs]
+        return check_batch(batch, n_past, self.n_ctx, self._n_vocab)
+
+    def _run(self, rows: Rows, greedy: bool, extra: dict[str, Floats]) -> DecodeOutput:
+        wanted = np.cumsum(rows.want_logits) - 1  # row -> place among the wanted rows
+        n_wanted = int(rows.want_logits.sum())
+        logits = np.empty((0 if greedy else n_wanted, self._n_vocab), np.float32)
+        argmax = np.empty(n_wanted if greedy else 0, np.int32)
+        hidden = np.empty((len(rows.tokens), self._n_embd), np.float32) if self.hidden else None
+        n_ubatch = min(self.n_ubatch, max(16, LOGITS_WORDS // self._n_vocab)) if n_wanted > 16 else self.n_ubatch
+        before = [SequenceState(s.n_past, s.first_state) for s in self._memory.seqs]
+        try:
+            for ubatch in split(rows.seq_ids, n_ubatch):
+                kind = _logits_kind(ubatch, rows.want_logits)
+                results = self._step(ubatch, rows, kind, greedy, extra)
+                computed = _logits_rows(ubatch, kind)
+                keep = rows.want_logits[computed]
+                places = wanted[computed[keep]]
+                if kind != "none" and greedy:
+                    argmax[places] = results["argmax"][keep]
+                elif kind != "none":
+                    logits[places] = results["logits"][keep]
+                if hidden is not None:
+                    hidden[ubatch.rows] = results["hidden"]
+        except DeviceError as error:
+            lost = self._undo(before)
+            if lost:
+                raise DeviceError(f"{error}; the failed run may have overwritten sequences {lost}: cleared") from error
+            raise
+        return DecodeOutput(logits, hidden, argmax)
+
+    def _step(
+        self, ubatch: UBatch, rows: Rows, kind: str, greedy: bool, extra: dict[str, Floats]
+    ) -> dict[str, NDArray[np.float32]]:
+        n_past = [self._memory.seqs[s].n_past for s in ubatch.seqs]
+        bound = max(n_past) + ubatch.n_tokens
+        bound = min(self.n_ctx, max(SMALLEST_KV_BOUND, 1 << (bound - 1).bit_length()))
+        shape = StepShape(ubatch.n_tokens, len(ubatch.seqs), bound, kind, self.hidden, greedy and kind != "none")
+        program = self._program(shape)
+        feeds = {
+            "tokens": rows.tokens[ubatch.rows],
+            "n_past": np.array(n_past, np.int32),
+            "seq_ids": np.array(ubatch.seqs, np.int32),
+            **{name: values[ubatch.rows] for name, values in extra.items()},
+        }
+        for seq in ubatch.seqs:  # from here on slots may be overwritten, also by a run that fails
+            self._memory.advance(seq, ubatch.n_tokens)
+        self.submissions += 1
+        return program.run(feeds)
+
+    def _program(self, shape: StepShape) -> Program:
+        if shape in self._programs:
+            self._programs.move_to_end(shape)
+            return self._programs[shape]
+        program = self._device.compile(self._build(shape))
+        self._programs[shape] = program
+        if len(self._programs) > MAX_PROGRAMS:
+            self._programs.popitem(last=False)
+        return program
+
+    def _undo(self, before: list[SequenceState]) -> list[int]:
+        """After a failed run: back to the lengths before it where the ring still holds them, else cleared."""
+        lost = []
+        for seq, old in enumerate(before):
+            now = self._memory.seqs[seq]
+            if now.n_past != old.n_past and not self._memory.seq_rm(seq, old.n_past, -1):
+                self._memory.seqs[seq] = SequenceState()
+                lost.append(seq)
+        return lost
+
+    # ---- sequences
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that each sequence can hold."""
+        return self._memory.shape.n_ctx
+
+    @property
+    def n_seq_max(self) -> int:
+        return self._memory.shape.n_seq_max
+
+    @property
+    def n_rs_seq(self) -> int:
+        """Older recurrent states kept per sequence."""
+        return self._memory.shape.n_rs_seq
+
+    @property
+    def seq_rm_kind(self) -> SeqRm:
+        return self._memory.kind
+
+    def seq_rm(self, seq: int, p0: int, p1: int = -1) -> bool:
+        """Removes positions [p0, p1) of a sequence (-1: to the end). False, and nothing changed, if it can not."""
+        return self._memory.seq_rm(self._seq(seq), p0, p1)
+
+    def rollback_depth(self, seq: int) -> int:
+        """How many tokens can be removed from the end of a sequence now: every 1..depth succeeds."""
+        return self._memory.rollback_depth(self._seq(seq))
+
+    def seq_pos_min(self, seq: int) -> int:
+        """First position of a sequence: 0, or -1 when it is empty."""
+        return 0 if self._memory.seqs[self._seq(seq)].n_past else -1
+
+    def seq_pos_max(self, seq: int) -> int:
+        """Last position of a sequence, -1 when it is empty."""
+        return self._memory.seqs[self._seq(seq)].n_past - 1
+
+    def seq_cp(self, src: int, dst: int) -> None:
+        """Makes sequence dst an independent copy of src."""
+        self._memory.copy(self._seq(src), self._seq(dst))
+
+    def seq_keep(self, seq: int) -> None:
+        """Clears every sequence but one."""
+        self._seq(seq)
+        for other in range(self.n_seq_max):
+            if other != seq:
+                self._memory.seqs[other] = SequenceState()
+
+    def clear(self) -> None:
+        """Empties every sequence."""
+        for seq in range(self.n_seq_max):
+            self._memory.seqs[seq] = SequenceState()
+
+    def state_get(self, seq: int) -> bytes:
+        """A checkpoint of a sequence, for `state_set` on any context over the same model."""
+        return self._memory.save(self._seq(seq))
+
+    def state_set(self, seq: int, data: bytes) -> None:
+        """Restores a checkpoint. Raises `ContextError`, changing nothing, when the bytes do not fit."""
+        self._memory.restore(self._seq(seq), data)
+
+    def _seq(self, seq: int) -> int:
+        if not 0 <= seq < self.n_seq_max:
+            raise ContextError(f"sequence {seq} does not exist; this context has 0..{self.n_seq_max - 1} (n_seq_max)")
+        return seq
+
+
+def single_sequence(tokens: Sequence[int], seq: int, pos: int | None, logits: str) -> Batch:
+    """The batch of one sequence's tokens from position `pos` (None: continue), wanting "last", "all" or "none"."""
+    n = len(tokens)
+    if logits not in ("last", "all", "none"):
+        raise ContextError(f"decode: logits is {logits!r}; allowed are 'last', 'all' and 'none'")
+    want = None if logits == "last" else [logits == "all"] * n
+    positions = None if pos is None else list(range(pos, pos + n))
+    return Batch(tokens, positions, [seq] * n, want)
+
+
+def _logits_kind(ubatch: UBatch, want: NDArray[np.bool_]) -> str:
+    flags = want[ubatch.rows].reshape(len(ubatch.seqs), ubatch.n_tokens)
+    if not flags.any():
+        return "none"
+    return "all" if flags[:, :-1].any() else "last"
+
+
+def _logits_rows(ubatch: UBatch, kind: str) -> NDArray[np.intp]:
+    """Batch rows of which a ubatch returns logits, in its own order."""
+    if kind == "all":
+        return ubatch.rows
+    return ubatch.rows.reshape(len(ubatch.seqs), ubatch.n_tokens)[:, -1] if kind == "last" else ubatch.rows[:0]

@@ -1,0 +1,176 @@
+"""`load`: from a GGUF file to a `Model` on a device, from which contexts are made."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from vkbackend.device import Device, open_device
+from vkbackend.errors import ContextError, ModelError
+from vkbackend.model.context import Context
+from vkbackend.model.gguf import GGUFFile, open_gguf
+from vkbackend.model.hparams import HParams, read_hparams
+from vkbackend.model.memory import Memory, MemoryShape
+from vkbackend.model.mtp import MtpContext, MtpKeys, build_mtp, request_mtp
+from vkbackend.model.qwen35 import (
+    HIDDEN_KINDS,
+    BlockKeys,
+    HeadKeys,
+    build_trunk,
+    request_block,
+    request_head,
+)
+from vkbackend.model.tokenizer import Tokenizer
+from vkbackend.model.weights import WeightLoader
+
+log = logging.getLogger("vkbackend")
+
+ARCHS = ("qwen35",)
+
+
+class Model:
+    """Weights on a device, with hyper-parameters and tokenizer. Made by `load`; immutable afterwards.
+
+    `arch`, `hparams`, `tokenizer`, `has_mtp`, `device`; `weight_bytes` is what the weights take on the device.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        hparams: HParams,
+        tokenizer: Tokenizer,
+        loader: WeightLoader,
+        trunk: tuple[tuple[BlockKeys, ...], HeadKeys] | None,
+        mtp: MtpKeys | None,
+        n_ubatch: int,
+        weight_bytes: int,
+    ) -> None:
+        self.device = device
+        self.hparams = hparams
+        self.tokenizer = tokenizer
+        self.n_ubatch = n_ubatch
+        self.weight_bytes = weight_bytes
+        self._loader = loader
+        self._trunk = trunk
+        self._mtp = mtp
+
+    @property
+    def arch(self) -> str:
+        return self.hparams.arch
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether an MTP block is loaded, from the file itself or from a draft file."""
+        return self._mtp is not None
+
+    def context(self, n_ctx: int = 4096, n_seq_max: int = 1, n_rs_seq: int = 0, hidden: str | None = None) -> Context:
+        """A fresh context over the trunk.
+
+        n_ctx: tokens each sequence can hold. n_seq_max: sequences. n_rs_seq: tokens of a sequence that can be
+        rolled back (each costs one more copy of the recurrent state). hidden: None, "pre_norm" or "post_norm" rows
+        with every decode. Raises `ContextError` for bad numbers, `DeviceError` when the memory does not fit.
+        """
+        if self._trunk is None:
+            raise ModelError("this file holds an MTP block only (mtp-*.gguf); load the main model with draft= this file")
+        _check_sizes(n_ctx, n_seq_max, n_rs_seq)
+        if hidden is not None:
+            _check_hidden(hidden)
+        hp = self.hparams
+        n_recurrent = sum(hp.recurrent[: hp.n_main])
+        if n_rs_seq and not n_recurrent:
+            log.warning("n_rs_seq=%d is clamped to 0: %s has no recurrent layers", n_rs_seq, hp.arch)
+            n_rs_seq = 0
+        shape = MemoryShape(
+            n_attention=hp.n_main - n_recurrent,
+            n_recurrent=n_recurrent,
+            n_seq_max=n_seq_max,
+            n_ctx=n_ctx,
+            n_rs_seq=n_rs_seq,
+            n_head_kv=hp.n_head_kv,
+            head_dim=hp.head_dim,
+            n_v_heads=hp.n_v_heads,
+            head_v_dim=hp.head_v_dim,
+            head_k_dim=hp.head_k_dim,
+            conv_dim=hp.conv_dim,
+            conv_kernel=hp.conv_kernel,
+        )
+        memory = Memory(self.device, shape)
+        blocks, head = self._trunk
+        build = partial(build_trunk, hp, self._loader, blocks, head, memory)
+        return Context(self.device, memory, build, hp.n_vocab, hp.n_embd, self.n_ubatch, hidden)
+
+    def mtp_context(self, n_ctx: int = 4096, n_seq_max: int = 1, hidden: str = "post_norm") -> MtpContext:
+        """A fresh context over the MTP block. `hidden`: the kind of hidden row that goes in and comes out."""
+        if self._mtp is None:
+            raise ModelError(
+                f"this model has no MTP block ({self.arch}.nextn_predict_layers is 0); load a file that has one, or "
+                "give a separate mtp-*.gguf as draft="
+            )
+        _check_sizes(n_ctx, n_seq_max, 0)
+        _check_hidden(hidden)
+        hp = self._mtp.hp
+        shape = MemoryShape(1, 0, n_seq_max, n_ctx, 0, hp.n_head_kv, hp.head_dim)
+        memory = Memory(self.device, shape)
+        build = partial(build_mtp, self._loader, self._mtp, memory)
+        return MtpContext(self.device, memory, build, hp.n_vocab, hp.n_embd, self.n_ubatch, hidden)
+
+    def close(self) -> None:
+        """Frees the device with everything on it. Contexts of this model must not be used afterwards."""
+        self.device.close()
+
+
+def load(
+    path: str | Path,
+    device: str | Device = "auto",
+    draft: str | Path | None = None,
+    n_ubatch: int = 512,
+    progress: Callable[[int, int], None] | None = None,
+) -> Model:
+    """Loads a GGUF file onto a device.
+
+    device: a name as in `vkb.devices()`, "auto", or an open device. draft: a separate file with the MTP block.
+    n_ubatch: most prompt tokens in one submission. progress: called with (done_bytes, total_bytes).
+    Raises `ModelError` naming the file and the key or tensor, or `DeviceError`.
+    """
+    if n_ubatch < 1:
+        raise ContextError(f"n_ubatch is {n_ubatch}; at least 1 is needed")
+    file = open_gguf(path)
+    hp = read_hparams(file)
+    if hp.arch not in ARCHS:
+        raise ModelError(f"{path}: architecture '{hp.arch}' is not supported yet; supported: {', '.join(ARCHS)}")
+    tokenizer = Tokenizer.from_gguf(file)
+    opened = open_device(device) if isinstance(device, str) else device
+    loader = WeightLoader(opened)
+    trunk = None
+    if "blk.0.attn_norm.weight" in file.tensors:
+        trunk = (tuple(request_block(loader, file, hp, i) for i in range(hp.n_main)), request_head(loader, file, hp))
+    mtp_file, mtp_hp = _mtp_source(file, hp, draft)
+    mtp = request_mtp(loader, mtp_file, mtp_hp) if mtp_file is not None else None
+    weight_bytes = loader.load(progress)
+    return Model(opened, hp, tokenizer, loader, trunk, mtp, n_ubatch, weight_bytes)
+
+
+def _mtp_source(file: GGUFFile, hp: HParams, draft: str | Path | None) -> tuple[GGUFFile | None, HParams]:
+    if draft is None:
+        has_block = hp.n_nextn > 0 and f"blk.{hp.n_main}.nextn.eh_proj.weight" in file.tensors
+        return (file if has_block else None), hp
+    other = open_gguf(draft)
+    draft_hp = read_hparams(other)
+    for name in ("n_embd", "n_vocab"):
+        mine, theirs = getattr(hp, name), getattr(draft_hp, name)
+        if mine != theirs:
+            raise ModelError(f"{draft}: {name} is {theirs}, the main model has {mine}; the draft file must match it")
+    return other, draft_hp
+
+
+def _check_sizes(n_ctx: int, n_seq_max: int, n_rs_seq: int) -> None:
+    for name, value, least in (("n_ctx", n_ctx, 1), ("n_seq_max", n_seq_max, 1), ("n_rs_seq", n_rs_seq, 0)):
+        if value < least:
+            raise ContextError(f"context: {name} is {value}; at least {least} is needed")
+
+
+def _check_hidden(hidden: str) -> None:
+    if hidden not in HIDDEN_KINDS:
+        raise ContextError(f"context: hidden is {hidden!r}; allowed are {', '.join(HIDDEN_KINDS)}")

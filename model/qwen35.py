@@ -1,0 +1,273 @@
+"""The qwen35 trunk as graphs: gated-delta-net layers with full attention in between, SwiGLU feed-forward.
+
+Source of the maths: the model's published reference implementation, as written down in docs/design.md; names of
+tensors as in GGUF files. `TrunkWeights.request` says which tensors a file must hold, `build_trunk` writes one
+graph for one batch shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vkbackend.errors import ModelError
+from vkbackend.graph import Graph, Tensor
+from vkbackend.model.gguf import GGUFFile
+from vkbackend.model.hparams import HParams
+from vkbackend.model.memory import KVCache, Memory, RecurrentRing
+from vkbackend.model.weights import Matrix, WeightLoader
+from vkbackend.ops.argmax import argmax
+from vkbackend.ops.attention import attention
+from vkbackend.ops.delta_net_mixer import delta_net_mixer
+from vkbackend.ops.embed_rows import embed_rows
+from vkbackend.ops.linear import linear
+from vkbackend.ops.rms_norm import rms_norm
+from vkbackend.ops.rope_kv_write import rope_kv_write
+
+HIDDEN_KINDS = ("pre_norm", "post_norm")
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """One batch shape, and what its graph returns.
+
+    Rows are ordered sequence by sequence: row = s * n_tokens + t. `logits` is "none", "last" (one row per sequence) or
+    "all"; `hidden` is None, "pre_norm" or "post_norm" (all rows); `kv_bound` is an upper bound on the positions
+    that attention has to look at; `argmax` returns the greedy token of every logits row instead of its logits.
+    """
+
+    n_tokens: int
+    n_seqs: int
+    kv_bound: int
+    logits: str = "last"
+    hidden: str | None = None
+    argmax: bool = False
+
+    @property
+    def n_rows(self) -> int:
+        return self.n_tokens * self.n_seqs
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The per-step values every layer reads: n_past [n_seqs] and seq_ids [n_seqs], both i32."""
+
+    n_past: Tensor
+    seq_ids: Tensor
+
+
+@dataclass(frozen=True)
+class RecurrentKeys:
+    """Where a gated-delta-net layer's weights are: `proj` stacks qkv, z, alpha and beta."""
+
+    proj: Matrix
+    conv_w: str
+    dt_bias: str
+    a: str
+    norm: str
+    out: Matrix
+
+
+@dataclass(frozen=True)
+class AttentionKeys:
+    """Where a full-attention layer's weights are: `proj` stacks q (with its gate), k and v."""
+
+    proj: Matrix
+    q_norm: str
+    k_norm: str
+    out: Matrix
+
+
+@dataclass(frozen=True)
+class DenseFfnKeys:
+    """A SwiGLU feed-forward: gate and up rows interleaved in one matrix."""
+
+    gate_up: Matrix
+    down: Matrix
+
+
+@dataclass(frozen=True)
+class BlockKeys:
+    """One block: norms, mixer, feed-forward."""
+
+    attn_norm: str
+    mixer: RecurrentKeys | AttentionKeys
+    ffn_norm: str
+    ffn: DenseFfnKeys
+
+
+@dataclass(frozen=True)
+class HeadKeys:
+    """Embedding table, final norm and output matrix (the table again when tied)."""
+
+    table: Matrix
+    norm: str
+    output: Matrix
+
+
+def request_block(loader: WeightLoader, file: GGUFFile, hp: HParams, i: int) -> BlockKeys:
+    """Asks the loader for block i of a file."""
+    b = f"blk.{i}."
+    mixer = _request_recurrent(loader, file, hp, b) if hp.recurrent[i] else _request_attention(loader, file, hp, b)
+    return BlockKeys(
+        attn_norm=loader.vector(file, b + "attn_norm.weight", (hp.n_embd,)),
+        mixer=mixer,
+        ffn_norm=loader.vector(file, b + "post_attention_norm.weight", (hp.n_embd,)),
+        ffn=DenseFfnKeys(
+            gate_up=loader.matrix(file, (b + "ffn_gate.weight", b + "ffn_up.weight"), interleave=True),
+            down=loader.matrix(file, (b + "ffn_down.weight",)),
+        ),
+    )
+
+
+def _request_recurrent(loader: WeightLoader, file: GGUFFile, hp: HParams, b: str) -> RecurrentKeys:
+    proj = tuple(b + n for n in ("attn_qkv.weight", "attn_gate.weight", "ssm_alpha.weight", "ssm_beta.weight"))
+    _check_rows(file, proj, hp.conv_dim + hp.value_dim + 2 * hp.n_v_heads)
+    dt = b + "ssm_dt.bias"
+    return RecurrentKeys(
+        proj=loader.matrix(file, proj),
+        conv_w=loader.vector(file, b + "ssm_conv1d.weight", (hp.conv_dim, hp.conv_kernel)),
+        dt_bias=loader.vector(file, dt if dt in file.tensors else b + "ssm_dt", (hp.n_v_heads,)),
+        a=loader.vector(file, b + "ssm_a", (hp.n_v_heads,)),
+        norm=loader.vector(file, b + "ssm_norm.weight", (hp.head_v_dim,)),
+        out=loader.matrix(file, (b + "ssm_out.weight",)),
+    )
+
+
+def _request_attention(loader: WeightLoader, file: GGUFFile, hp: HParams, b: str) -> AttentionKeys:
+    proj = tuple(b + n for n in ("attn_q.weight", "attn_k.weight", "attn_v.weight"))
+    _check_rows(file, proj, (2 * hp.n_head + 2 * hp.n_head_kv) * hp.head_dim)
+    return AttentionKeys(
+        proj=loader.matrix(file, proj),
+        q_norm=loader.vector(file, b + "attn_q_norm.weight", (hp.head_dim,)),
+        k_norm=loader.vector(file, b + "attn_k_norm.weight", (hp.head_dim,)),
+        out=loader.matrix(file, (b + "attn_output.weight",)),
+    )
+
+
+def request_head(loader: WeightLoader, file: GGUFFile, hp: HParams) -> HeadKeys:
+    """Asks the loader for the embedding table, the final norm and the output matrix."""
+    table = loader.matrix(file, ("token_embd.weight",))
+    output = loader.matrix(file, ("output.weight",)) if "output.weight" in file.tensors else table
+    return HeadKeys(table, loader.vector(file, "output_norm.weight", (hp.n_embd,)), output)
+
+
+def _check_rows(file: GGUFFile, names: tuple[str, ...], want: int) -> None:
+    have = sum(file.tensors[n].shape[0] for n in names if n in file.tensors)
+    if all(n in file.tensors for n in names) and have != want:
+        raise ModelError(
+            f"{file.path}: {', '.join(names)} have {have} rows together; the metadata ask for {want}"
+        )
+
+
+def build_trunk(
+    hp: HParams,
+    loader: WeightLoader,
+    blocks: tuple[BlockKeys, ...],
+    head: HeadKeys,
+    memory: Memory,
+    shape: StepShape,
+) -> Graph:
+    """The graph of one trunk step. Inputs: tokens [n_rows], n_past [n_seqs], seq_ids [n_seqs], all i32.
+
+    Outputs as the shape asks: logits [rows, n_vocab], argmax i32 [rows], hidden [n_rows, n_embd].
+    """
+    g = Graph()
+    tokens = g.input("tokens", (shape.n_rows,), "i32")
+    step = StepInputs(g.input("n_past", (shape.n_seqs,), "i32"), g.input("seq_ids", (shape.n_seqs,), "i32"))
+    x = embed_rows(g, tokens, loader.parts(head.table))
+    caches, rings = iter(memory.kv), iter(memory.rings)
+    for block in blocks:
+        if isinstance(block.mixer, RecurrentKeys):
+            x = recurrent_mixer(g, hp, loader, block.attn_norm, block.mixer, next(rings), x, step, shape)
+        else:
+            x = attention_mixer(g, hp, loader, block.attn_norm, block.mixer, next(caches), x, step, shape)
+        x = feed_forward(g, hp, loader, block, x)
+    finish(g, hp, loader, head, x, shape)
+    return g
+
+
+def recurrent_mixer(
+    g: Graph,
+    hp: HParams,
+    loader: WeightLoader,
+    norm: str,
+    keys: RecurrentKeys,
+    ring: RecurrentRing,
+    x: Tensor,
+    step: StepInputs,
+    shape: StepShape,
+) -> Tensor:
+    """x + gated delta net of rms(x). x [n_rows, n_embd]."""
+    proj = linear(g, x, loader.parts(keys.proj), norm=loader.tensor(norm, hp.n_embd), eps=hp.rms_eps)
+    at = 0
+    columns = []
+    for width in (hp.conv_dim, hp.value_dim, hp.n_v_heads, hp.n_v_heads):
+        columns.append(proj.narrow(1, at, width))
+        at += width
+    qkv, z, alpha, beta = columns
+    mixed = delta_net_mixer(
+        g, qkv, z, alpha, beta,
+        loader.tensor(keys.conv_w, hp.conv_dim, hp.conv_kernel),
+        loader.tensor(keys.dt_bias, hp.n_v_heads),
+        loader.tensor(keys.a, hp.n_v_heads),
+        loader.tensor(keys.norm, hp.head_v_dim),
+        ring.conv, ring.state, step.n_past, step.seq_ids,
+        n_tokens=shape.n_tokens, n_k_heads=hp.n_k_heads, n_v_heads=hp.n_v_heads,
+        head_k_dim=hp.head_k_dim, head_v_dim=hp.head_v_dim, eps=hp.rms_eps, grouped=hp.arch == "qwen3next",
+    )  # fmt: skip
+    return linear(g, mixed, loader.parts(keys.out), residual=x)
+
+
+def attention_mixer(
+    g: Graph,
+    hp: HParams,
+    loader: WeightLoader,
+    norm: str,
+    keys: AttentionKeys,
+    cache: KVCache,
+    x: Tensor,
+    step: StepInputs,
+    shape: StepShape,
+) -> Tensor:
+    """x + gated causal attention of rms(x). x [n_rows, n_embd]."""
+    proj = linear(g, x, loader.parts(keys.proj), norm=loader.tensor(norm, hp.n_embd), eps=hp.rms_eps)
+    rows, q_width, kv_width = x.shape[0], 2 * hp.n_head * hp.head_dim, hp.n_head_kv * hp.head_dim
+    qg = proj.narrow(1, 0, q_width).reshape(rows, hp.n_head, 2 * hp.head_dim)
+    k = proj.narrow(1, q_width, kv_width).reshape(rows, hp.n_head_kv, hp.head_dim)
+    v = proj.narrow(1, q_width + kv_width, kv_width).reshape(rows, hp.n_head_kv, hp.head_dim)
+    q = rope_kv_write(
+        g, qg, k, v, loader.tensor(keys.q_norm, hp.head_dim), loader.tensor(keys.k_norm, hp.head_dim),
+        cache.k, cache.v, step.n_past, step.seq_ids,
+        n_tokens=shape.n_tokens, n_rot=hp.n_rot, freq_base=hp.rope_freq_base, eps=hp.rms_eps,
+    )  # fmt: skip
+    gate = qg.narrow(2, hp.head_dim, hp.head_dim)
+    mixed = attention(
+        g, q, gate, cache.k, cache.v, step.n_past, step.seq_ids, n_tokens=shape.n_tokens, kv_bound=shape.kv_bound
+    )
+    return linear(g, mixed, loader.parts(keys.out), residual=x)
+
+
+def feed_forward(g: Graph, hp: HParams, loader: WeightLoader, block: BlockKeys, x: Tensor) -> Tensor:
+    """x + SwiGLU of rms(x). x [n_rows, n_embd]."""
+    norm = loader.tensor(block.ffn_norm, hp.n_embd)
+    inner = linear(g, x, loader.parts(block.ffn.gate_up), norm=norm, eps=hp.rms_eps, swiglu=True)
+    return linear(g, inner, loader.parts(block.ffn.down), residual=x)
+
+
+def finish(g: Graph, hp: HParams, loader: WeightLoader, head: HeadKeys, x: Tensor, shape: StepShape) -> None:
+    """Names the outputs that the shape asks for, from the last block's rows x [n_rows, n_embd]."""
+    norm = loader.tensor(head.norm, hp.n_embd)
+    if shape.hidden == "pre_norm":
+        g.output("hidden", x)
+    elif shape.hidden == "post_norm":
+        g.output("hidden", rms_norm(g, x, norm, hp.rms_eps))
+    if shape.logits == "none":
+        return
+    if shape.logits == "last":
+        x = x.reshape(shape.n_seqs, shape.n_tokens, hp.n_embd).narrow(1, shape.n_tokens - 1, 1)
+        x = x.reshape(shape.n_seqs, hp.n_embd)
+    logits = linear(g, x, loader.parts(head.output), norm=norm, eps=hp.rms_eps)
+    if shape.argmax:
+        g.output("argmax", argmax(g, logits))
+    else:
+        g.output("logits", logits)
