@@ -1,0 +1,235 @@
+"""Reads GGUF files: header and tensor table from a memory map, nothing copied that is not asked for.
+
+Versions 2 and 3, little-endian. Every length, count and offset is checked against the bytes left before
+anything is allocated. Format: the GGUF specification of the ggml project; constants from gguf-py.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from vkbackend.errors import ModelError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_DIMS = 4
+MAX_NESTING = 2  # arrays of arrays, no deeper
+
+_SCALARS: dict[int, tuple[str, int]] = {
+    0: ("B", 1), 1: ("b", 1), 2: ("H", 2), 3: ("h", 2), 4: ("I", 4), 5: ("i", 4), 6: ("f", 4), 7: ("?", 1),
+    10: ("Q", 8), 11: ("q", 8), 12: ("d", 8),
+}  # fmt: skip
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a file: NumPy-order shape, quantisation id, place and size in bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    offset: int
+    nbytes: int  # -1: the quantisation is unknown
+
+
+@dataclass(eq=False)
+class GGUFFile:
+    """An open file. `metadata` maps keys to Python values; arrays of numbers are NumPy arrays."""
+
+    path: Path
+    version: int
+    metadata: Mapping[str, Any]
+    tensors: dict[str, TensorInfo]
+    alignment: int
+    _map: mmap.mmap = field(repr=False)
+
+    def tensor_bytes(self, name: str) -> NDArray[np.uint8]:
+        """The raw block bytes of a tensor, a read-only view of the file. `ModelError` if it can not be read."""
+        if name not in self.tensors:
+            raise ModelError(f"{self.path}: there is no tensor '{name}'")
+        info = self.tensors[name]
+        if info.nbytes < 0:
+            raise ModelError(
+                f"{self.path}: tensor '{name}' has quantisation id {info.type}, which is unknown here; known ids are "
+                f"{', '.join(str(int(t)) for t in gguf.GGMLQuantizationType)}"
+            )
+        return np.frombuffer(self._map, np.uint8, info.nbytes, info.offset)
+
+
+class _Reader:
+    """A cursor over the map that refuses to pass the end of the file."""
+
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self.data, self.path, self.size, self.at = data, path, len(data), 0
+        self.what = "header"
+
+    def fail(self, problem: str) -> ModelError:
+        return ModelError(f"{self.path}: {self.what} at byte {self.at}: {problem}")
+
+    def need(self, n: int) -> None:
+        if n > self.size - self.at:
+            raise self.fail(f"needs {n} bytes, {self.size - self.at} are left; the file is truncated or damaged")
+
+    def scalar(self, code: str, size: int) -> Any:
+        self.need(size)
+        value = struct.unpack_from("<" + code, self.data, self.at)[0]
+        self.at += size
+        return value
+
+    def u32(self) -> int:
+        return int(self.scalar("I", 4))
+
+    def u64(self) -> int:
+        return int(self.scalar("Q", 8))
+
+    def count(self, smallest: int) -> int:
+        """A number of things of at least `smallest` bytes each: more than fit in the file is refused."""
+        n = self.u64()
+        if n > (self.size - self.at) // smallest:
+            raise self.fail(f"counts {n} items, at most {(self.size - self.at) // smallest} fit in the bytes left")
+        return n
+
+    def string(self) -> str:
+        n = self.u64()
+        self.need(n)
+        raw = self.data[self.at : self.at + n]
+        self.at += n
+        return raw.decode("utf-8", errors="replace")
+
+    def value(self, kind: int, depth: int = 0) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            return self.array(depth)
+        if kind not in _SCALARS:
+            raise self.fail(f"value type {kind} is unknown; allowed are 0..12")
+        return self.scalar(*_SCALARS[kind])
+
+    def array(self, depth: int) -> Any:
+        if depth >= MAX_NESTING:
+            raise self.fail(f"arrays are nested deeper than {MAX_NESTING}")
+        kind = self.u32()
+        if kind == _STRING:
+            return self.strings(self.count(8))
+        if kind == _ARRAY:
+            return [self.array(depth + 1) for _ in range(self.count(12))]
+        if kind not in _SCALARS:
+            raise self.fail(f"array element type {kind} is unknown; allowed are 0..12")
+        code, size = _SCALARS[kind]
+        n = self.count(size)
+        values = np.frombuffer(self.data, np.dtype(code).newbyteorder("<"), n, self.at).copy()
+        self.at += n * size
+        return values
+
+    def strings(self, n: int) -> list[str]:
+        # The hot loop of large vocabularies: local names, one unpack and one slice a string.
+        data, at, size, unpack = self.data, self.at, self.size, struct.Struct("<Q").unpack_from
+        out = []
+        for _ in range(n):
+            if size - at < 8:
+                self.at = at
+                self.need(8)
+            length = unpack(data, at)[0]
+            at += 8
+            if length > size - at:
+                self.at = at
+                self.need(length)
+            out.append(data[at : at + length].decode("utf-8", "replace"))
+            at += length
+        self.at = at
+        return out
+
+
+def open_gguf(path: str | Path) -> GGUFFile:
+    """Opens a GGUF file. Raises `ModelError` naming the file, the place and the numbers when it is not sound."""
+    path = Path(path)
+    try:
+        with path.open("rb") as f:
+            data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError as error:
+        raise ModelError(f"{path}: no such file") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: can not be opened as a model file: {error}") from error
+    reader = _Reader(data, path)
+    reader.need(24)
+    if data[:4] != MAGIC:
+        raise ModelError(f"{path}: starts with {data[:4]!r}, a GGUF file starts with {MAGIC!r}")
+    reader.at = 4
+    version = reader.u32()
+    if version not in VERSIONS:
+        swapped = int.from_bytes(struct.pack("<I", version), "big")
+        hint = "; it is big-endian, convert it to little-endian" if swapped in VERSIONS else ""
+        raise ModelError(f"{path}: GGUF version {version} is not supported, versions {VERSIONS} are{hint}")
+    reader.what = "tensor count"
+    n_tensors = reader.count(32)
+    reader.what = "metadata count"
+    n_kv = reader.count(13)
+    metadata = dict(_metadata(reader, n_kv))
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1) or alignment > 1 << 20:
+        raise ModelError(f"{path}: general.alignment is {alignment!r}; a power of two up to {1 << 20} is needed")
+    tensors = _tensor_table(reader, n_tensors, alignment)
+    return GGUFFile(path, version, metadata, tensors, alignment, data)
+
+
+def _metadata(reader: _Reader, n: int) -> Iterator[tuple[str, Any]]:
+    seen: set[str] = set()
+    for i in range(n):
+        reader.what = f"metadata key {i}"
+        key = reader.string()
+        reader.what = f"metadata '{key[:100]}'"
+        if key in seen:
+            raise reader.fail("the key appears twice")
+        seen.add(key)
+        yield key, reader.value(reader.u32())
+
+
+def _tensor_table(reader: _Reader, n: int, alignment: int) -> dict[str, TensorInfo]:
+    rows: list[tuple[str, tuple[int, ...], int, int]] = []
+    for i in range(n):
+        reader.what = f"tensor {i}"
+        name = reader.string()
+        reader.what = f"tensor '{name[:100]}'"
+        n_dims = reader.u32()
+        if not 1 <= n_dims <= MAX_DIMS:
+            raise reader.fail(f"has {n_dims} dimensions; allowed are 1..{MAX_DIMS}")
+        shape = tuple(reversed([reader.u64() for _ in range(n_dims)]))
+        if any(d == 0 for d in shape) or math.prod(shape) >= 1 << 62:
+            raise reader.fail(f"has shape {shape}; every dimension must be at least 1 and the size below 2^62")
+        rows.append((name, shape, reader.u32(), reader.u64()))
+    start = -(-reader.at // alignment) * alignment
+    tensors: dict[str, TensorInfo] = {}
+    for name, shape, kind, offset in rows:
+        reader.what = f"tensor '{name[:100]}'"
+        if name in tensors:
+            raise reader.fail("the name appears twice")
+        nbytes = _nbytes(reader, shape, kind)
+        if offset % alignment:
+            raise reader.fail(f"data offset {offset} is not a multiple of the alignment {alignment}")
+        if start + offset + max(nbytes, 0) > reader.size:
+            raise reader.fail(
+                f"data ends at byte {start + offset + max(nbytes, 0)}, the file has {reader.size}; it is truncated"
+            )
+        tensors[name] = TensorInfo(name, shape, kind, start + offset, nbytes)
+    return tensors
+
+
+def _nbytes(reader: _Reader, shape: tuple[int, ...], kind: int) -> int:
+    try:
+        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+    except (ValueError, KeyError):
+        return -1
+    if shape[-1] % block:
+        raise reader.fail(f"has rows of {shape[-1]} elements; its quantisation needs a multiple of {block}")
+    return math.prod(shape) // block * size

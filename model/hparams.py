@@ -1,0 +1,176 @@
+"""Hyper-parameters of a model file, read from its metadata and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vkbackend.errors import ModelError
+from vkbackend.model.gguf import GGUFFile
+
+KNOWN_ARCHS = ("qwen35", "qwen35moe", "qwen3next")
+
+
+@dataclass(frozen=True)
+class HParams:
+    """Sizes of a model. `n_layer` counts the MTP blocks, `n_main` the trunk's; `recurrent[i]` is of layer i."""
+
+    arch: str
+    n_layer: int
+    n_nextn: int
+    n_ctx_train: int
+    n_vocab: int
+    n_embd: int
+    n_ff: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    n_rot: int
+    rope_freq_base: float
+    rope_sections: tuple[int, ...]
+    rms_eps: float
+    conv_kernel: int
+    head_k_dim: int
+    head_v_dim: int
+    n_k_heads: int
+    n_v_heads: int
+    recurrent: tuple[bool, ...]
+    n_expert: int = 0
+    n_expert_used: int = 0
+    n_ff_exp: int = 0
+    n_ff_shexp: int = 0
+
+    @property
+    def n_main(self) -> int:
+        return self.n_layer - self.n_nextn
+
+    @property
+    def key_dim(self) -> int:
+        return self.n_k_heads * self.head_k_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.n_v_heads * self.head_v_dim
+
+    @property
+    def conv_dim(self) -> int:
+        return 2 * self.key_dim + self.value_dim
+
+
+def read_hparams(file: GGUFFile) -> HParams:
+    """Reads and checks a file's hyper-parameters. Raises `ModelError` naming the key, its value and what is allowed."""
+    meta = _Keys(file)
+    arch = meta.text("general.architecture")
+    if arch not in KNOWN_ARCHS:
+        raise ModelError(f"{file.path}: general.architecture is '{arch}'; supported are {', '.join(KNOWN_ARCHS)}")
+    meta.prefix = arch + "."
+    n_layer = meta.count("block_count")
+    n_nextn = meta.count("nextn_predict_layers", default=0, least=0)
+    if n_nextn >= n_layer:
+        raise meta.error("nextn_predict_layers", n_nextn, f"fewer than block_count = {n_layer}")
+    n_head, n_head_kv = meta.count("attention.head_count"), meta.count("attention.head_count_kv")
+    if n_head % n_head_kv:
+        raise meta.error("attention.head_count_kv", n_head_kv, f"a divisor of head_count = {n_head}")
+    n_embd = meta.count("embedding_length")
+    head_dim = meta.count("attention.key_length", default=n_embd // n_head)
+    if meta.count("attention.value_length", default=head_dim) != head_dim:
+        raise meta.error("attention.value_length", meta.get("attention.value_length"), f"key_length = {head_dim}")
+    n_rot = meta.count("rope.dimension_count", default=head_dim)
+    if n_rot > head_dim or n_rot % 2:
+        raise meta.error("rope.dimension_count", n_rot, f"an even number up to the head size {head_dim}")
+    n_v_heads, n_k_heads = meta.count("ssm.time_step_rank"), meta.count("ssm.group_count")
+    if n_v_heads % n_k_heads:
+        raise meta.error("ssm.time_step_rank", n_v_heads, f"a multiple of ssm.group_count = {n_k_heads}")
+    inner = meta.count("ssm.inner_size")
+    if inner % n_v_heads:
+        raise meta.error("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank = {n_v_heads}")
+    table = file.tensors.get("token_embd.weight")
+    tokens = file.metadata.get("tokenizer.ggml.tokens", ())
+    return HParams(
+        arch=arch,
+        n_layer=n_layer,
+        n_nextn=n_nextn,
+        n_ctx_train=meta.count("context_length"),
+        n_vocab=table.shape[0] if table is not None else len(tokens),
+        n_embd=n_embd,
+        n_ff=meta.count("feed_forward_length", default=0, least=0),
+        n_head=n_head,
+        n_head_kv=n_head_kv,
+        head_dim=head_dim,
+        n_rot=n_rot,
+        rope_freq_base=meta.number("rope.freq_base", default=10000.0),
+        rope_sections=_sections(meta),
+        rms_eps=meta.number("attention.layer_norm_rms_epsilon"),
+        conv_kernel=meta.count("ssm.conv_kernel"),
+        head_k_dim=meta.count("ssm.state_size"),
+        head_v_dim=inner // n_v_heads,
+        n_k_heads=n_k_heads,
+        n_v_heads=n_v_heads,
+        recurrent=_recurrent(meta, n_layer, n_layer - n_nextn),
+        n_expert=meta.count("expert_count", default=0, least=0),
+        n_expert_used=meta.count("expert_used_count", default=0, least=0),
+        n_ff_exp=meta.count("expert_feed_forward_length", default=0, least=0),
+        n_ff_shexp=meta.count("expert_shared_feed_forward_length", default=0, least=0),
+    )
+
+
+class _Keys:
+    """Typed access to metadata, with errors that name the key."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.path, self.meta, self.prefix = file.path, file.metadata, ""
+
+    def get(self, key: str) -> Any:
+        return self.meta.get(self.prefix + key)
+
+    def error(self, key: str, found: object, allowed: str) -> ModelError:
+        return ModelError(f"{self.path}: metadata key '{self.prefix}{key}' is {found!r}; it must be {allowed}")
+
+    def text(self, key: str) -> str:
+        value = self.get(key)
+        if not isinstance(value, str):
+            raise self.error(key, value, "a string")
+        return value
+
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
+        value = self.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 31:
+            raise self.error(key, value, f"a whole number of at least {least}" + ("; it is missing" if value is None else ""))
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, float | int) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise self.error(key, value, "a positive number")
+        return float(value)
+
+    def mapping(self) -> Mapping[str, Any]:
+        return self.meta
+
+
+def _sections(meta: _Keys) -> tuple[int, ...]:
+    value = meta.get("rope.dimension_sections")
+    if value is None:
+        if meta.prefix.startswith("qwen35"):
+            raise meta.error("rope.dimension_sections", None, "3 or 4 whole numbers")
+        return ()
+    if not isinstance(value, np.ndarray) or len(value) not in (3, 4) or value.dtype.kind not in "iu":
+        raise meta.error("rope.dimension_sections", value, "3 or 4 whole numbers")
+    return tuple(int(v) for v in value)
+
+
+def _recurrent(meta: _Keys, n_layer: int, n_main: int) -> tuple[bool, ...]:
+    flags = meta.get("attention.recurrent_layers")
+    if flags is not None:
+        if not isinstance(flags, np.ndarray) or len(flags) not in (n_main, n_layer):
+            raise meta.error("attention.recurrent_layers", flags, f"an array of {n_layer} booleans")
+        return tuple(i < n_main and bool(flags[i]) for i in range(n_layer))
+    interval = meta.count("full_attention_interval", default=4)
+    return tuple(i < n_main and (i + 1) % interval != 0 for i in range(n_layer))
