@@ -1,0 +1,1 @@
+"""Text generation: sampling, stopping, speculators, verification and the loop that joins them."""

@@ -1,0 +1,284 @@
+"""The generation loop: a prompt in, text out, plain or with speculation.
+
+One step of the loop, with drafts d1 .. dn (plain decoding is the case n = 0):
+
+1. the speculator drafts d1 .. dn to follow the last token;
+2. the trunk decodes [last, d1 .. dn] in one batch, and the speculator follows it (`process`);
+3. `verify` chooses a token for each row for as long as they match the drafts;
+4. the trunk's memory is rolled back to what was accepted (`seq_rm`: no data moves).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vkbackend.errors import ContextError
+from vkbackend.model.batch import Batch
+from vkbackend.spec.sampling import Sampler, Sampling
+from vkbackend.spec.speculator import DraftRequest, SpeculatorSettings
+from vkbackend.spec.stats import Stats
+from vkbackend.spec.stopping import TextAssembler
+from vkbackend.spec.verify import Choose, choose_greedy, choose_sampled, verify
+
+if TYPE_CHECKING:
+    from vkbackend.model.context import DecodeOutput
+    from vkbackend.model.loader import Model
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished text. `tokens` are its ids, without an EOS; `stop_reason` is "length", "eos" or "stop"."""
+
+    text: str
+    tokens: list[int]
+    stop_reason: str
+    stats: Stats
+
+
+class Session:
+    """The contexts in which texts of one model are generated, one after the other.
+
+    `generate` and `stream` make a new one for every text; keep one to avoid setting the contexts up again.
+    """
+
+    def __init__(self, model: Model, spec: SpeculatorSettings | None = None, n_ctx: int = 4096) -> None:
+        self.model = model
+        self.speculator = spec.start(model, n_ctx) if spec else None
+        hidden, n_rs_seq = (spec.hidden, spec.n_max) if spec else (None, 0)
+        self.context = model.context(n_ctx=n_ctx, n_rs_seq=n_rs_seq, hidden=hidden)
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int = 128,
+        sampling: Sampling | None = None,
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
+    ) -> TextStream:
+        """Begins a text, forgetting the one before. Arguments and errors as for `generate`."""
+        ids = check_prompt(self.model, prompt, self.context.n_ctx)
+        return TextStream(self, ids, check_max_tokens(max_tokens), sampling or Sampling(), stop, ignore_eos)
+
+    @property
+    def submissions(self) -> int:
+        """Programs run so far, of the trunk and the speculator."""
+        return self.context.submissions + (self.speculator.submissions if self.speculator else 0)
+
+
+class TextStream:
+    """An iterator of text pieces: whole characters, never a part of a stop string.
+
+    `tokens`, `text` and `stats` grow with it; `stop_reason` is None until the end. Nothing runs before the first
+    piece is asked for.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        prompt: list[int],
+        max_tokens: int,
+        sampling: Sampling,
+        stop: str | Sequence[str],
+        ignore_eos: bool,
+    ) -> None:
+        self.tokens: list[int] = []
+        self.text = ""
+        self.stop_reason: str | None = None
+        self.stats = Stats(prompt_tokens=len(prompt))
+        self._session = session
+        self._max_tokens = max_tokens
+        self._sampler = Sampler(sampling)
+        self._assembler = TextAssembler(session.model.tokenizer, stop)
+        self._eos = frozenset() if ignore_eos else frozenset(session.model.tokenizer.eos_ids)
+        self._history = prompt  # every token so far
+        self._pieces = self._run()
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def result(self) -> Generation:
+        """The whole text, after running whatever has not run yet."""
+        for _ in self:
+            pass
+        assert self.stop_reason is not None
+        return Generation(self.text, self.tokens, self.stop_reason, self.stats)
+
+    # ---- the loop
+
+    def _run(self) -> Iterator[str]:
+        if self._max_tokens == 0:
+            self.stop_reason = "length"
+            return
+        stats, submissions = self.stats, self._session.submissions
+        start = perf_counter()
+        piece = self._take(self._first())
+        stats.prompt_s = perf_counter() - start
+        while True:
+            stats.submissions = self._session.submissions - submissions
+            if self.stop_reason is not None:
+                piece += self._assembler.finish()
+            self.text += piece
+            if piece:
+                yield piece
+            if self.stop_reason is not None:
+                return
+            start, device_s = perf_counter(), stats.draft_s + stats.verify_s
+            piece = self._take(self._step())
+            stats.host_s += perf_counter() - start - (stats.draft_s + stats.verify_s - device_s)
+
+    def _first(self) -> list[int]:
+        """Decodes the prompt and chooses the token after it."""
+        session = self._session
+        session.context.clear()
+        if session.speculator:
+            session.speculator.clear()
+        prompt, n = self._history, session.model.n_ubatch
+        for at in range(0, len(prompt), n):  # by pieces: hidden rows of a long prompt are large
+            chunk = prompt[at : at + n]
+            last = at + n >= len(prompt)
+            want = [False] * (len(chunk) - 1) + [last]
+            batch = Batch(chunk, list(range(at, at + len(chunk))), None, want)
+            out = session.context.decode_batch(batch, greedy=self._greedy)
+            if session.speculator:
+                session.speculator.process(batch, out.hidden)
+        return verify([], self._recent(), self._choose(out))
+
+    def _step(self) -> list[int]:
+        """Decodes the last token, with drafts behind it, and chooses the tokens that follow it."""
+        session, stats = self._session, self.stats
+        n_past = len(self._history) - 1  # the last token is not decoded yet
+        start = perf_counter()
+        drafts: list[int] = []
+        if session.speculator:
+            drafts = session.speculator.draft([DraftRequest(0, self._history[-1], n_past)])[0]
+        drafted = perf_counter()
+        batch = Batch(
+            [self._history[-1], *drafts],
+            list(range(n_past, n_past + 1 + len(drafts))),
+            None,
+            [True] * (1 + len(drafts)),
+        )
+        out = session.context.decode_batch(batch, greedy=self._greedy)
+        decoded = perf_counter()
+        if session.speculator:
+            session.speculator.process(batch, out.hidden)
+        stats.draft_s += drafted - start + perf_counter() - decoded
+        stats.verify_s += decoded - drafted
+        stats.steps += 1
+
+        chosen = verify(drafts, self._recent(), self._choose(out))
+        n_accepted = len(chosen) - 1
+        if session.speculator:
+            session.speculator.accept(0, n_accepted)
+            stats.count_drafts(len(drafts), n_accepted)
+        if not session.context.seq_rm(0, n_past + 1 + n_accepted):
+            raise ContextError(
+                f"generate: {len(drafts) - n_accepted} rejected drafts could not be rolled back; the context keeps "
+                f"{session.context.rollback_depth(0)} older states (n_rs_seq)"
+            )
+        return chosen
+
+    @property
+    def _greedy(self) -> bool:
+        return self._sampler.sampling.is_argmax
+
+    def _choose(self, out: DecodeOutput) -> Choose:
+        return choose_greedy(out.argmax) if self._greedy else choose_sampled(out.logits, self._sampler)
+
+    def _recent(self) -> list[int]:
+        """As much of the history as the repeat penalty looks at."""
+        n = self._sampler.sampling.repeat_last_n
+        return self._history[-n:] if n else []
+
+    def _take(self, chosen: Sequence[int]) -> str:
+        """Adds chosen tokens to the text up to where it ends, and says why it ended. Returns the new text."""
+        piece = ""
+        for token in chosen:
+            if token in self._eos:
+                self.stop_reason = "eos"
+                break
+            self.tokens.append(token)
+            self._history.append(token)
+            piece += self._assembler.push(token)
+            if self._assembler.stopped:
+                self.stop_reason = "stop"
+                break
+            if len(self.tokens) == self._max_tokens or len(self._history) > self._session.context.n_ctx:
+                self.stop_reason = "length"
+                break
+        self.stats.tokens = len(self.tokens)
+        return piece
+
+
+def generate(
+    model: Model,
+    prompt: str | Sequence[int],
+    max_tokens: int = 128,
+    sampling: Sampling | None = None,
+    spec: SpeculatorSettings | None = None,
+    stop: str | Sequence[str] = (),
+    n_ctx: int = 4096,
+    ignore_eos: bool = False,
+) -> Generation:
+    """Generates a text that continues the prompt.
+
+    prompt: text, or token ids. max_tokens: most tokens to generate; fewer when an EOS token comes (unless
+    `ignore_eos`), a stop string is complete, or the context of `n_ctx` tokens is full. sampling: greedy by default.
+    spec: a speculator such as `DraftMTP()`, None for plain decoding; it changes speed, never what comes out. stop:
+    strings that end the text and are not part of it.
+    Raises `ContextError`, before anything runs, for an empty or too long prompt, ids outside the vocabulary and
+    numbers out of range; `ModelError` when the speculator needs what the model lacks.
+    """
+    return stream(model, prompt, max_tokens, sampling, spec, stop, n_ctx, ignore_eos).result()
+
+
+def stream(
+    model: Model,
+    prompt: str | Sequence[int],
+    max_tokens: int = 128,
+    sampling: Sampling | None = None,
+    spec: SpeculatorSettings | None = None,
+    stop: str | Sequence[str] = (),
+    n_ctx: int = 4096,
+    ignore_eos: bool = False,
+) -> TextStream:
+    """As `generate`, but text comes piece by piece as it is made: `for piece in stream(...)`.
+
+    Joined, the pieces are exactly `generate(...).text`. Errors in the arguments are raised at once.
+    """
+    ids = check_prompt(model, prompt, n_ctx)
+    return Session(model, spec, n_ctx).stream(ids, max_tokens, sampling, stop, ignore_eos)
+
+
+def check_prompt(model: Model, prompt: str | Sequence[int], n_ctx: int) -> list[int]:
+    """The prompt's token ids. Raises `ContextError` when there are none, too many, or some outside the vocabulary."""
+    ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    n_vocab = model.hparams.n_vocab
+    if not ids:
+        raise ContextError("generate: the prompt is empty; give at least one token")
+    for i, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+            raise ContextError(f"generate: prompt token {i} is {token!r}; ids must be whole numbers")
+        if not 0 <= token < n_vocab:
+            raise ContextError(f"generate: prompt token {i} is {token}; allowed are 0..{n_vocab - 1}")
+    if len(ids) > n_ctx:
+        raise ContextError(
+            f"generate: the prompt has {len(ids)} tokens, the context holds {n_ctx}; make the context larger (n_ctx, "
+            "-c) or the prompt shorter"
+        )
+    return [int(i) for i in ids]
+
+
+def check_max_tokens(max_tokens: int) -> int:
+    """max_tokens as given. Raises `ContextError` when it is not a whole number of 0 or more."""
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int | np.integer) or max_tokens < 0:
+        raise ContextError(f"generate: max_tokens is {max_tokens!r}; a whole number of 0 or more is needed")
+    return int(max_tokens)

@@ -1,0 +1,152 @@
+"""`vkbackend bench`: prompt and decode speed."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vkbackend.cli.common import (
+    Commands,
+    add_command,
+    add_draft_sizes,
+    add_json,
+    add_model,
+    load_model,
+    print_json,
+    speculator,
+    table,
+)
+
+if TYPE_CHECKING:
+    from vkbackend.model.loader import Model
+    from vkbackend.spec.draft_mtp import DraftMTP
+    from vkbackend.spec.stats import Stats
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Tokens per second over the repetitions."""
+
+    median: float
+    min: float
+    max: float
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(commands, "bench", run, "Measures prompt and decode speed with greedy decoding.")
+    add_model(parser)
+    parser.add_argument("-p", "--n-prompt", type=int, default=512, metavar="N", help="prompt tokens (default 512)")
+    parser.add_argument(
+        "-n", "--n-gen", type=int, default=128, metavar="N", help="tokens generated after it (default 128)"
+    )
+    parser.add_argument(
+        "-r", "--repetitions", type=int, default=5, metavar="N", help="timed runs, after one untimed (default 5)"
+    )
+    parser.add_argument("-f", "--file", metavar="FILE", help="take the prompt from this text (default: random tokens)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the random prompt (default 1)")
+    parser.add_argument(
+        "--spec-type", default="none", metavar="TYPE[,TYPE]", help="measure each of these: none (default), draft-mtp"
+    )
+    add_draft_sizes(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from vkbackend.cli import UsageError
+
+    limits = (("-p", args.n_prompt, 1), ("-n", args.n_gen, 0), ("-r", args.repetitions, 1), ("--seed", args.seed, 0))
+    for name, value, least in limits:
+        if value < least:
+            raise UsageError(f"{name} is {value}; at least {least} is needed")
+    specs = {name: speculator(name, args) for name in args.spec_type.split(",")}
+    model = load_model(args)
+    prompt = _prompt(model, args)
+    runs = {name: _measure(model, prompt, spec, args.n_gen, args.repetitions) for name, spec in specs.items()}
+    info = model.device.info
+    if args.json:
+        print_json(
+            {
+                "device": info.name,
+                "description": info.description,
+                "model": str(args.model or "demo"),
+                "n_prompt": len(prompt),
+                "n_gen": args.n_gen,
+                "repetitions": args.repetitions,
+                "results": [_as_dict(name, stats) for name, stats in runs.items()],
+            }
+        )
+        return 0
+    print(f"{info.name} ({info.description}), prompt {len(prompt)}, generated {args.n_gen}, {args.repetitions} runs")
+    rows = [["SPEC", "PROMPT tok/s (min .. max)", "DECODE tok/s (min .. max)", "TOKENS/STEP", "ACCEPTED"]]
+    for name, stats in runs.items():
+        last = stats[-1]
+        rows.append(
+            [
+                name,
+                _show(_rate([s.prompt_tok_s for s in stats])),
+                _show(_rate([s.decode_tok_s for s in stats])),
+                f"{last.tokens_per_step:.2f}",
+                f"{100 * last.acceptance:.1f} %" if last.drafted else "-",
+            ]
+        )
+    print(table(rows))
+    return 0
+
+
+def _prompt(model: Model, args: argparse.Namespace) -> list[int]:
+    if args.file is None:
+        n = min(model.hparams.n_vocab, model.tokenizer.n_vocab)
+        return [int(i) for i in np.random.default_rng(args.seed).integers(0, n, args.n_prompt)]
+    from vkbackend.cli import UsageError
+    from vkbackend.cli.generate import read_text
+
+    ids = model.tokenizer.encode(read_text(args.file))
+    if len(ids) < args.n_prompt:
+        raise UsageError(f"-f {args.file} has {len(ids)} tokens, -p asks for {args.n_prompt}")
+    return ids[: args.n_prompt]
+
+
+def _measure(model: Model, prompt: list[int], spec: DraftMTP | None, n_gen: int, repetitions: int) -> list[Stats]:
+    """The statistics of the timed runs; the untimed one before them records every shape."""
+    from vkbackend.spec.generate import Session
+
+    session = Session(model, spec, n_ctx=len(prompt) + n_gen + 1 + (spec.n_max if spec else 0))
+    out = []
+    for i in range(repetitions + 1):
+        if sys.stderr.isatty():
+            print(f"\rrun {i} of {repetitions}", end="", file=sys.stderr, flush=True)
+        result = session.stream(prompt, max(n_gen, 1), ignore_eos=True).result()
+        if i:
+            out.append(result.stats)
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    return out
+
+
+def _rate(values: list[float]) -> Rate:
+    return Rate(statistics.median(values), min(values), max(values))
+
+
+def _show(rate: Rate) -> str:
+    return f"{rate.median:.1f} ({rate.min:.1f} .. {rate.max:.1f})" if rate.max else "-"
+
+
+def _as_dict(name: str, stats: list[Stats]) -> dict[str, Any]:
+    last = stats[-1]
+    return {
+        "spec_type": name,
+        "prompt_tok_s": vars(_rate([s.prompt_tok_s for s in stats])),
+        "decode_tok_s": vars(_rate([s.decode_tok_s for s in stats])),
+        "tokens_per_step": last.tokens_per_step,
+        "drafted": last.drafted,
+        "accepted": last.accepted,
+        "acceptance": last.acceptance,
+        "accepted_per_position": last.accepted_per_position,
+        "steps": last.steps,
+        "submissions": last.submissions,
+    }

@@ -1,0 +1,147 @@
+"""Arguments that several sub-commands share, and what they stand for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from vkbackend.errors import ModelError, VkBackendError
+
+if TYPE_CHECKING:
+    from vkbackend.model.loader import Model
+    from vkbackend.spec.draft_mtp import DraftMTP
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+DEMO_MODEL = "data/demo-qwen35-mtp-q8_0.gguf"  # package data of vkbackend.model
+SPEC_TYPES = ("none", "draft-mtp")
+LATER_SPEC_TYPES = ("draft-simple", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
+
+
+def add_command(
+    commands: Commands, name: str, run: Callable[[argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
+    """A sub-command's parser."""
+    parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """-m, --demo, --hf-repo: where the model is; --model-draft and --device."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("-m", "--model", metavar="FILE", type=Path, help="GGUF file")
+    source.add_argument("--demo", action="store_true", help="the small model that comes with vkbackend")
+    source.add_argument("--hf-repo", metavar="OWNER/NAME[:QUANT]", help="a repository on Hugging Face (comes later)")
+    parser.add_argument(
+        "--model-draft", metavar="FILE", type=Path, help="GGUF file with the MTP block, if not in the model's"
+    )
+    add_device(parser)
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """--device"""
+    parser.add_argument(
+        "--device", default="auto", metavar="NAME", help="a name that `vkbackend devices` lists; auto: the first GPU"
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """--json"""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_draft_sizes(parser: argparse.ArgumentParser) -> None:
+    """--spec-draft-n-max, --spec-draft-n-min"""
+    parser.add_argument(
+        "--spec-draft-n-max", type=int, default=3, metavar="N", help="most tokens drafted a step (default 3)"
+    )
+    parser.add_argument(
+        "--spec-draft-n-min", type=int, default=0, metavar="N", help="use no drafts when fewer (default 0)"
+    )
+
+
+def speculator(name: str, args: argparse.Namespace) -> DraftMTP | None:
+    """The speculator that a --spec-type name stands for. Raises `UsageError` for an unknown one or bad sizes."""
+    from vkbackend.cli import UsageError
+    from vkbackend.spec.draft_mtp import DraftMTP
+
+    if name == "none":
+        return None
+    if name in LATER_SPEC_TYPES:
+        raise UsageError(f"--spec-type {name} is not available yet; available are {', '.join(SPEC_TYPES)}")
+    if name != "draft-mtp":
+        raise UsageError(f"--spec-type {name!r} is unknown; available are {', '.join(SPEC_TYPES)}")
+    return usage(lambda: DraftMTP(args.spec_draft_n_max, args.spec_draft_n_min))
+
+
+def usage(make: Callable[[], Any]) -> Any:
+    """The result of a call whose errors mean that the command line was wrong."""
+    from vkbackend.cli import UsageError
+
+    try:
+        return make()
+    except VkBackendError as error:
+        raise UsageError(str(error)) from error
+
+
+def load_model(args: argparse.Namespace) -> Model:
+    """Loads the model that the arguments name, with a progress bar on a terminal."""
+    from vkbackend.cli import UsageError
+    from vkbackend.model.loader import load
+
+    if args.hf_repo:
+        raise UsageError("--hf-repo is not available yet; download the GGUF file and give it with -m")
+    path = demo_model() if args.demo else args.model
+    return load(path, device=args.device, draft=args.model_draft, progress=Progress() if sys.stderr.isatty() else None)
+
+
+def demo_model() -> Path:
+    """The demo model in the package's data. Raises `ModelError` when this installation lacks it."""
+    import vkbackend.model
+
+    for folder in vkbackend.model.__path__:
+        path = Path(folder) / DEMO_MODEL
+        if path.is_file():
+            return path
+    raise ModelError(f"the demo model {DEMO_MODEL} is not in this installation; give a GGUF file with -m")
+
+
+class Progress:
+    """A line on stderr that counts up while weights are loaded."""
+
+    def __call__(self, done: int, total: int) -> None:
+        share = done / total if total else 1.0
+        end = "\r\033[K" if done >= total else ""
+        print(f"\rloading {done >> 20} of {total >> 20} MiB ({share:.0%}){end}", end="", file=sys.stderr, flush=True)
+
+
+def print_json(value: object) -> None:
+    """One JSON object on one line. Infinite numbers become null: JSON has none."""
+    print(json.dumps(_finite(value), ensure_ascii=False, default=_plain, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        return None
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return _finite(value.tolist())
+    return str(value)
+
+
+def table(rows: list[list[str]]) -> str:
+    """Columns padded to the widest cell; the first row is the heading."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)

@@ -1,0 +1,139 @@
+"""`vkbackend generate`: continues a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vkbackend.cli.common import (
+    Commands,
+    add_command,
+    add_draft_sizes,
+    add_json,
+    add_model,
+    load_model,
+    print_json,
+    speculator,
+    usage,
+)
+
+if TYPE_CHECKING:
+    from vkbackend.model.tokenizer import Tokenizer
+
+# One user turn in the format that the models of this family were trained on.
+CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(commands, "generate", run, "Generates text that continues a prompt.")
+    add_model(parser)
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt")
+    prompt.add_argument("-f", "--file", metavar="FILE", help="a UTF-8 file with the prompt, - for standard input")
+    prompt.add_argument("--prompt-ids", metavar="1,2,3", help="the prompt as token ids")
+    parser.add_argument(
+        "-n", "--n-predict", type=int, default=128, metavar="N", help="most tokens to generate (default 128)"
+    )
+    parser.add_argument(
+        "-c", "--ctx-size", type=int, default=4096, metavar="N", help="tokens the context holds (default 4096)"
+    )
+    parser.add_argument("--temp", type=float, default=0.0, metavar="T", help="temperature, 0 is greedy (default)")
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="keep the K most probable tokens, 0: all (default)"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="keep tokens up to this sum of probability"
+    )
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P times the best one's"
+    )
+    parser.add_argument("--repeat-penalty", type=float, default=1.0, metavar="R", help="above 1 discourages repeats")
+    parser.add_argument(
+        "--seed", type=int, default=None, metavar="N", help="of the random numbers (default: a new one)"
+    )
+    parser.add_argument("--chat", action="store_true", help="treat the prompt as a user's turn in a chat")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
+    )
+    parser.add_argument("--spec-type", default="none", metavar="TYPE", help="speculation: none (default) or draft-mtp")
+    add_draft_sizes(parser)
+    parser.add_argument(
+        "--stats", action="store_true", help="print device, rates and acceptance to stderr, terminal or not"
+    )
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from vkbackend.cli import UsageError
+    from vkbackend.spec.generate import check_max_tokens, stream
+    from vkbackend.spec.sampling import Sampling
+    from vkbackend.spec.stopping import check_stop
+
+    spec = speculator(args.spec_type, args)
+    sampling = usage(lambda: Sampling(args.temp, args.top_k, args.top_p, args.min_p, args.repeat_penalty, args.seed))
+    usage(lambda: check_stop(args.stop))
+    usage(lambda: check_max_tokens(args.n_predict))
+    if args.ctx_size < 1:
+        raise UsageError(f"-c is {args.ctx_size}; at least 1 is needed")
+    if args.chat and args.prompt_ids is not None:
+        raise UsageError("--chat needs a text prompt (-p or -f), not --prompt-ids")
+    ids = _parse_ids(args.prompt_ids) if args.prompt_ids is not None else None
+    text = args.prompt if args.file is None else read_text(args.file)
+    model = load_model(args)
+    prompt = ids if ids is not None else _encode(model.tokenizer, text, args.chat)
+    pieces = stream(model, prompt, args.n_predict, sampling, spec, args.stop, args.ctx_size, args.ignore_eos)
+    if not args.json:
+        # What the terminal's encoding lacks must not end the text.
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="replace")
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print()
+    result = pieces.result()
+    info = model.device.info
+    device = f"{info.name} ({info.description})"
+    if args.stats or sys.stderr.isatty():
+        print(*result.stats.lines(device), sep="\n", file=sys.stderr)
+    if args.json:
+        print_json(
+            {
+                "text": result.text,
+                "tokens": result.tokens,
+                "stop_reason": result.stop_reason,
+                "stats": result.stats.as_dict(),
+                "device": info.name,
+            }
+        )
+    return 0
+
+
+def _encode(tokenizer: Tokenizer, text: str, chat: bool) -> list[int]:
+    if not chat:
+        return tokenizer.encode(text)
+    # The user's text is plain text: control tokens written in it stay text.
+    before, after = CHAT.split("{}")
+    return [*tokenizer.encode(before), *tokenizer.encode(text, parse_special=False), *tokenizer.encode(after)]
+
+
+def _parse_ids(text: str) -> list[int]:
+    from vkbackend.cli import UsageError
+
+    parts = [p.strip() for p in text.split(",")]
+    try:
+        return [int(p) for p in parts]
+    except ValueError:
+        raise UsageError(f"--prompt-ids {text!r}: whole numbers with commas between are needed, as in 1,2,3") from None
+
+
+def read_text(name: str) -> str:
+    """A UTF-8 text file, or standard input for "-". Raises `VkBackendError` when it is not UTF-8."""
+    from vkbackend.errors import VkBackendError
+
+    data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise VkBackendError(f"{name}: byte {error.start} is not UTF-8; convert the prompt to UTF-8") from None
