@@ -22,7 +22,7 @@ Words = NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class Limits:
-    """What one device allows. Sizes in bytes; `subgroup_arithmetic` says subgroupAdd and friends may be used."""
+    """What one device allows. Sizes in bytes; `subgroup_arithmetic`: kernels use their subgroup variant."""
 
     max_push_bytes: int = 128
     max_groups: tuple[int, int, int] = (65535, 65535, 65535)
@@ -32,6 +32,11 @@ class Limits:
     max_buffer_bytes: int = (4 << 30) - 4096
     subgroup_size: int = 1
     subgroup_arithmetic: bool = False
+
+    @property
+    def team_lanes(self) -> int:
+        """Lanes of a team in include/lanes.glsl: for sizing dispatches only, a driver may pick another number."""
+        return self.subgroup_size if self.subgroup_arithmetic else 32
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Nothing outside this module touches Kompute memory. What was measured and worked
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -73,9 +73,10 @@ class KomputeDevice:
                 f"kompute:{index}: there is no such Vulkan device; found {len(found)}: "
                 + (", ".join(f"{d.info.name} ({d.info.description})" for d in found) or "none, install a Vulkan driver")
             )
-        self.info: DeviceInfo = found[index].info
+        info = found[index].info
         self._timestamp_ns = found[index].timestamp_ns
-        self.subgroups = subgroups and uses_subgroups(self.info.limits)
+        self.subgroups = subgroups and uses_subgroups(info.limits)
+        self.info: DeviceInfo = replace(info, limits=replace(info.limits, subgroup_arithmetic=self.subgroups))
         self._kp = kp
         try:
             self._manager = kp.Manager(index, [], [])

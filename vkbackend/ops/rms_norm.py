@@ -41,10 +41,15 @@ def _reference(node: Node, inputs: Sequence[Array], outputs: Sequence[Array]) ->
 
 def _lower(node: Node, limits: Limits) -> Lowering:
     (x, w), (y,) = node.inputs, node.outputs
+    return [[rms_norm_dispatch(x, w, y, node.attrs.eps, limits)]]
+
+
+def rms_norm_dispatch(x: Tensor, w: Tensor, y: Tensor, eps: float, limits: Limits) -> Dispatch:
+    """The dispatch that writes the normalised rows of x [n_rows, n] to y: also a stage of other ops."""
     n_rows, n = x.shape
-    push = (At(x), x.strides[0], At(w), At(y), y.strides[0], n, n_rows, float(node.attrs.eps))
+    push = (At(x), x.strides[0], At(w), At(y), y.strides[0], n, n_rows, float(eps))
     binds = (Bind(x, "r"), Bind(w, "r"), Bind(y, "w"))
-    return [[Dispatch(KERNEL, binds, push, spread(n_rows, limits.max_groups[0]))]]
+    return Dispatch(KERNEL, binds, push, spread(n_rows, limits.max_groups[0]))
 
 
 def _cases() -> list[Case]:
