@@ -1,0 +1,319 @@
+"""The command line: what it prints where, and its exit status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import vkbackend as vkb
+from vkbackend import cli
+from vkbackend.cli import common
+from vkbackend.errors import DeviceError
+from vkbackend.model.loader import Model, load
+
+BESIDE = Path(__file__).resolve().parents[3] / "shared" / "models" / "demo-qwen35-mtp-q8_0.gguf"
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def demo_file() -> Path:
+    try:
+        return common.demo_model()
+    except vkb.ModelError:
+        if not BESIDE.exists():
+            pytest.skip("the demo model is not here")
+        return BESIDE
+
+
+@pytest.fixture(scope="module")
+def model(demo_file: Path) -> Model:
+    return load(demo_file, device="numpy")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command line in this process: (status, stdout, stderr)."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        status = cli.main([str(a) for a in arguments])
+        out = capsys.readouterr()
+        return status, out.out, out.err
+
+    return call
+
+
+def words(demo_file: Path, *more: object) -> list[object]:
+    return ["generate", "-m", demo_file, "--device", "numpy", "-n", 12, "-c", 64, *more]
+
+
+# ---- generate
+
+
+def test_text_goes_to_stdout_and_nothing_else(run: Run, demo_file: Path, model: Model) -> None:
+    want = vkb.generate(model, "It was", 12, n_ctx=64).text
+    assert run(*words(demo_file, "-p", "It was")) == (0, want + "\n", "")
+    assert run(*words(demo_file, "-p", "It was", "--spec-type", "draft-mtp")) == (0, want + "\n", "")
+
+
+def test_json(run: Run, demo_file: Path, model: Model) -> None:
+    status, out, err = run(*words(demo_file, "-p", "It was", "--spec-type", "draft-mtp", "--json"))
+    got, want = json.loads(out), vkb.generate(model, "It was", 12, spec=vkb.DraftMTP(), n_ctx=64)
+    assert (status, err) == (0, "")
+    assert (got["text"], got["tokens"], got["stop_reason"]) == (want.text, want.tokens, "length")
+    for name in ("drafted", "accepted", "accepted_per_position", "steps", "submissions"):
+        assert got["stats"][name] == getattr(want.stats, name)
+
+
+def test_stats_on_demand(run: Run, demo_file: Path) -> None:
+    status, _, err = run(*words(demo_file, "-p", "It was", "--spec-type", "draft-mtp", "--stats"))
+    assert status == 0
+    for part in ("numpy (NumPy", "tok/s", "tokens per step", "accepted"):
+        assert part in err
+
+
+def test_prompt_from_file_ids_and_stdin(
+    run: Run, demo_file: Path, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = run(*words(demo_file, "-p", "It was é"))
+    (tmp_path / "prompt").write_text("It was é", encoding="utf-8")
+    assert run(*words(demo_file, "-f", tmp_path / "prompt")) == want
+    ids = model.tokenizer.encode("It was é")
+    assert run(*words(demo_file, "--prompt-ids", ",".join(map(str, ids)))) == want
+    with open(tmp_path / "prompt") as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert run(*words(demo_file, "-f", "-")) == want
+
+
+def test_sampling_options_arrive(run: Run, demo_file: Path, model: Model) -> None:
+    sampling = vkb.Sampling(0.9, 50, 0.95, 0.02, 1.1, seed=7)
+    want = vkb.generate(model, "It was", 12, sampling, n_ctx=64).text
+    options = ["--temp", "0.9", "--top-k", "50", "--top-p", "0.95", "--min-p", "0.02", "--repeat-penalty", "1.1", "--seed", "7"]
+    assert run(*words(demo_file, "-p", "It was", *options))[1] == want + "\n"
+
+
+def test_stop_and_eos_options_arrive(run: Run, demo_file: Path, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = vkb.generate(model, "It was", 12, n_ctx=64)
+    got = json.loads(run(*words(demo_file, "-p", "It was", "--stop", whole.text[5:8], "--json"))[1])
+    assert (got["text"], got["stop_reason"]) == (whole.text[: whole.text.index(whole.text[5:8])], "stop")
+    monkeypatch.setattr(common, "load_model", lambda args: model)
+    monkeypatch.setattr("vkbackend.cli.generate.load_model", lambda args: model)
+    monkeypatch.setattr(model.tokenizer, "eos_ids", frozenset({whole.tokens[3]}))
+    got = json.loads(run(*words(demo_file, "-p", "It was", "--json"))[1])
+    assert (got["tokens"], got["stop_reason"]) == (whole.tokens[: whole.tokens.index(whole.tokens[3])], "eos")
+    got = json.loads(run(*words(demo_file, "-p", "It was", "--ignore-eos", "--json"))[1])
+    assert got["tokens"] == whole.tokens
+
+
+def test_chat_keeps_control_tokens_of_the_user_as_text(
+    run: Run, demo_file: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[int]] = []
+    from vkbackend.spec import generate
+
+    original = generate.stream
+
+    def spy(m: Model, prompt: list[int], *rest: Any) -> Any:
+        seen.append(prompt)
+        return original(m, prompt, *rest)
+
+    monkeypatch.setattr(generate, "stream", spy)
+    assert run(*words(demo_file, "--chat", "-p", "hi<|im_end|>"))[0] == 0
+    text = model.tokenizer.decode(seen[0])
+    assert text == "<|im_start|>user\nhi<|im_end|><|im_end|>\n<|im_start|>assistant\n"
+    start, end = (model.tokenizer.encode(f"<|im_{name}|>")[0] for name in ("start", "end"))
+    assert (seen[0].count(start), seen[0].count(end)) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required"),
+        (["generate", "-m", "x"], "required"),
+        (["generate", "-p", "x"], "required"),
+        (["generate", "-m", "x", "-p", "x", "-f", "y"], "not allowed with"),
+        (["generate", "-m", "x", "--demo", "-p", "x"], "not allowed with"),
+        (["generate", "-m", "x", "-p", "x", "-n", "many"], "many"),
+        (["generate", "-m", "x", "-p", "x", "-n", "-1"], "max_tokens is -1"),
+        (["generate", "-m", "x", "-p", "x", "-c", "0"], "-c is 0"),
+        (["generate", "-m", "x", "-p", "x", "--temp", "-1"], "temperature is -1.0"),
+        (["generate", "-m", "x", "-p", "x", "--top-p", "2"], "top_p is 2.0"),
+        (["generate", "-m", "x", "-p", "x", "--stop", ""], "stop string"),
+        (["generate", "-m", "x", "-p", "x", "--spec-type", "magic"], "magic"),
+        (["generate", "-m", "x", "-p", "x", "--spec-type", "ngram-mod"], "not available yet"),
+        (["generate", "-m", "x", "-p", "x", "--spec-type", "draft-mtp", "--spec-draft-n-max", "0"], "n_max is 0"),
+        (["generate", "-m", "x", "--prompt-ids", "1,a"], "1,a"),
+        (["generate", "-m", "x", "--chat", "--prompt-ids", "1"], "--chat"),
+        (["generate", "--hf-repo", "a/b", "-p", "x"], "--hf-repo"),
+        (["test-ops", "--op", "no_such_op"], "no_such_op"),
+        (["test-ops", "--variant", "odd"], "odd"),
+        (["bench", "-m", "x", "-r", "0"], "-r is 0"),
+        (["bench", "-m", "x", "--spec-type", "none,magic"], "magic"),
+        (["frobnicate"], "frobnicate"),
+    ],
+)
+def test_wrong_usage(run: Run, arguments: list[str], message: str) -> None:
+    status, out, err = run(*arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-m", "/no/such/file.gguf", "-p", "x"], "/no/such/file.gguf"),
+        (["-m", "DEMO", "-p", ""], "empty"),
+        (["-m", "DEMO", "--prompt-ids", "-1"], "-1"),
+        (["-m", "DEMO", "--prompt-ids", "5000"], "0..4095"),
+        (["-m", "DEMO", "-p", "one two three four", "-c", "2"], "holds 2"),
+        (["-m", "DEMO", "-f", "/no/such/prompt"], "/no/such/prompt"),
+        (["-m", "DEMO", "-p", "x", "--device", "quantum:0"], "quantum:0"),
+    ],
+)
+def test_failed_jobs_say_why_on_one_line(run: Run, demo_file: Path, arguments: list[str], message: str) -> None:
+    device = [] if "--device" in arguments else ["--device", "numpy"]
+    status, out, err = run("generate", *[str(demo_file) if a == "DEMO" else a for a in arguments], *device)
+    assert (status, out) == (1, "")
+    assert message in err
+    assert err.count("\n") == 1 and err.startswith("vkbackend generate: ")
+
+
+def test_a_prompt_that_is_no_text(run: Run, demo_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"ab\xff")
+    status, _, err = run(*words(demo_file, "-f", tmp_path / "binary"))
+    assert status == 1 and "byte 2 is not UTF-8" in err
+
+
+def test_interrupt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(args: argparse.Namespace) -> Model:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vkbackend.cli.generate.load_model", interrupt)
+    assert run("generate", "-m", "x", "-p", "x") == (130, "", "\n")
+
+
+def test_a_closed_pipe_ends_quietly(demo_file: Path) -> None:
+    command = [sys.executable, "-P" if sys.version_info >= (3, 11) else "-B", "-m", "vkbackend.cli"]
+    command += [str(a) for a in words(demo_file, "-p", "It was")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(60) == 1
+
+
+# ---- the other commands
+
+
+def test_devices(run: Run) -> None:
+    status, out, _ = run("devices")
+    assert status == 0
+    assert out.splitlines()[0].split()[:2] == ["NAME", "KIND"]
+    assert any(line.split()[:2] == ["numpy", "reference"] for line in out.splitlines())
+    listed = json.loads(run("devices", "--json")[1])["devices"]
+    assert [d["name"] for d in listed] == [d.name for d in vkb.devices()]
+
+
+def test_inspect(run: Run, demo_file: Path) -> None:
+    status, out, _ = run("inspect", demo_file)
+    assert status == 0
+    for part in ("qwen35: 8 layers (2 attention, 6 gated delta net), 1 MTP block", "token_embd.weight", "q8_0"):
+        assert part in out
+    got = json.loads(run("inspect", demo_file, "--json")[1])
+    assert got["arch"] == "qwen35" and got["supported"]
+    assert got["hparams"]["n_embd"] == 512
+    table = {t["name"]: t for t in got["tensors"]}
+    assert table["token_embd.weight"] == {
+        "name": "token_embd.weight", "shape": [4096, 512], "type": "q8_0", "bytes": 4096 * 512 // 32 * 34,
+    }  # fmt: skip
+
+
+def test_inspect_of_something_else(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"not a model")
+    status, out, err = run("inspect", tmp_path / "x.gguf")
+    assert (status, out) == (1, "") and "x.gguf" in err
+
+
+def test_test_ops(run: Run) -> None:
+    status, out, err = run("test-ops", "--device", "numpy", "--op", "rms_norm", "--seed", 3)
+    assert (status, err) == (0, "")
+    assert "seed 3" in out and "cases passed" in out
+    got = json.loads(run("test-ops", "--device", "numpy", "--op", "rms_norm", "--json")[1])
+    assert got["failed"] == 0 and got["passed"] == len(got["results"]) > 0
+    assert {r["op"] for r in got["results"]} == {"rms_norm"}
+
+
+def test_test_ops_runs_both_variants(run: Run) -> None:
+    if not any(d.name == "kompute:0" for d in vkb.devices()):
+        pytest.skip("no Vulkan device here")
+    status, out, _ = run("test-ops", "--device", "kompute:0", "--op", "rms_norm", "--json")
+    got = json.loads(out)
+    assert status == 0, got
+    assert "shared" in {r["variant"] for r in got["results"]}
+    only = json.loads(run("test-ops", "--device", "kompute:0", "--op", "rms_norm", "--variant", "shared", "--json")[1])
+    assert {r["variant"] for r in only["results"]} == {"shared"}
+
+
+def test_a_failing_op_fails_the_command(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vkbackend.ops import case
+
+    real, n = case.run_case, 0
+
+    def sometimes(c: case.Case, device: Any, seed: int) -> case.CaseResult:
+        nonlocal n
+        n += 1
+        if n == 1:
+            return case.CaseResult(c.label, np.inf, c.max_nmse, "out0: 3 of 5 integers differ")
+        if n == 2:
+            raise DeviceError("the device is gone")
+        return real(c, device, seed)
+
+    monkeypatch.setattr(case, "run_case", sometimes)
+    status, out, err = run("test-ops", "--device", "numpy", "--op", "rms_norm")
+    assert status == 1
+    assert "3 of 5 integers differ" in out and "the device is gone" in out
+    assert "2 of" in err and "--seed" in err
+
+
+def test_bench(run: Run, demo_file: Path) -> None:
+    words = ["bench", "-m", demo_file, "--device", "numpy", "-p", 20, "-n", 9, "-r", 3, "--spec-type", "none,draft-mtp"]
+    status, out, err = run(*words, "--json")
+    got = json.loads(out)
+    assert (status, err) == (0, "")
+    assert [r["spec_type"] for r in got["results"]] == ["none", "draft-mtp"]
+    for result in got["results"]:
+        for name in ("prompt_tok_s", "decode_tok_s"):
+            assert 0 < result[name]["min"] <= result[name]["median"] <= result[name]["max"]
+    assert [got["results"][0]["steps"], got["results"][0]["drafted"]] == [8, 0]
+    assert got["results"][1]["drafted"] > 0
+    assert "draft-mtp" in run(*words)[1]
+
+
+# ---- the package
+
+
+def test_importing_does_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys, threading, vkbackend\n"
+        "loaded = [m for m in ('numpy', 'kp', 'vulkan', 'tokenizers', 'gguf') if m in sys.modules]\n"
+        "assert not loaded, loaded\n"
+        "assert threading.active_count() == 1\n"
+        "for name in vkbackend.__all__: getattr(vkbackend, name)\n"
+        "assert set(vkbackend.__all__) <= set(dir(vkbackend))\n"
+        "from vkbackend import *\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=os.environ)
+
+
+def test_unknown_names_are_errors() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        vkb.nonsense  # noqa: B018
