@@ -138,7 +138,8 @@ def _lower(node: Node, limits: Limits) -> Lowering:
     return stages
 
 
-def _planes(w: Tensor) -> tuple[PushValue, PushValue, PushValue]:
+def plane_places(w: Tensor) -> tuple[PushValue, PushValue, PushValue]:
+    """Push values for the first words of a weight matrix's planes (three, unused ones 0)."""
     starts = plane_starts(w.dtype, *w.shape)
     places = [At(w, start) for start in starts]
     return tuple([*places, 0, 0][:3])  # type: ignore[return-value]
@@ -150,7 +151,7 @@ def _rows(
     n_out, n_in = w.shape
     binds = [Bind(w, "r"), Bind(x, "r"), Bind(y, "w")]
     defines = [f"W_{w.dtype.upper()}"]
-    push: list[PushValue] = [*_planes(w), n_in, n_out, At(x), x.strides[0], At(y), y.strides[0]]
+    push: list[PushValue] = [*plane_places(w), n_in, n_out, At(x), x.strides[0], At(y), y.strides[0]]
     if norm is not None:
         binds.append(Bind(norm, "r"))
         defines.append("NORM")
@@ -182,7 +183,7 @@ def _tiled(attrs: Attrs, x: Tensor, w: Tensor, y: Tensor, residual: Tensor | Non
     n_w_tiles, n_x_tiles = -(-n_out // TILE_W), -(-x.shape[0] // TILE_X)
     binds = [Bind(w, "r"), Bind(x, "r"), Bind(y, "w")]
     defines = [f"W_{w.dtype.upper()}"]
-    push: list[PushValue] = [*_planes(w), n_in, n_out, At(x), x.strides[0], At(y), y.strides[0], x.shape[0]]
+    push: list[PushValue] = [*plane_places(w), n_in, n_out, At(x), x.strides[0], At(y), y.strides[0], x.shape[0]]
     if residual is not None:
         binds.append(Bind(residual, "r"))
         defines.append("RESIDUAL")

@@ -1,0 +1,68 @@
+"""Argmax over the last axis: the greedy token of every row of logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vkbackend.device.base import Limits
+from vkbackend.graph import I32, Graph, Node, Tensor
+from vkbackend.ops.case import Case, CaseBuilder
+from vkbackend.ops.op import Array, At, Bind, Dispatch, Kernel, Lowering, Op, check, scratch, spread
+
+SPANS = Kernel("argmax", 128)
+PAIRS = Kernel("argmax", 128, ("PAIRS",))
+SPAN = 2048  # values one workgroup of the first pass looks at
+
+
+def argmax(g: Graph, x: Tensor) -> Tensor:
+    """Index of the largest value of every row of x [n_rows, n], i32 [n_rows]. The lowest index wins ties; NaN never."""
+    check(x.ndim == 2 and x.strides[1] == 1, "argmax", f"x must be rows of contiguous numbers, got shape {x.shape}")
+    y = g.temp("argmax", (x.shape[0],), I32)
+    g.add(OP, [x], [y])
+    return y
+
+
+def _reference(node: Node, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
+    x = inputs[0]
+    outputs[0][...] = np.argmax(np.where(np.isnan(x), -np.inf, x), axis=-1)
+
+
+def _lower(node: Node, limits: Limits) -> Lowering:
+    (x,), (y,) = node.inputs, node.outputs
+    n_rows, n = x.shape
+    n_spans = -(-n // SPAN)
+    pairs = scratch("argmax pairs", (n_rows, n_spans, 2), I32)
+    first = Dispatch(
+        SPANS,
+        (Bind(x, "r"), Bind(pairs, "w")),
+        (At(x), x.strides[0], n, SPAN, n_spans, At(pairs), n_rows),
+        spread(n_rows * n_spans, limits.max_groups[0]),
+    )
+    second = Dispatch(
+        PAIRS,
+        (Bind(pairs, "r"), Bind(y, "w")),
+        (At(pairs), pairs.strides[0], n_spans, n_spans, 1, At(y), n_rows),
+        spread(n_rows, limits.max_groups[0]),
+    )
+    return [[first], [second]]
+
+
+def _cases() -> list[Case]:
+    def case(n_rows: int, n: int, kind: str = "") -> Case:
+        def build(b: CaseBuilder) -> None:
+            x = b.normal(n_rows, n)
+            if kind == "ties":
+                x = np.round(x)
+            if kind == "nan":
+                x[:, :: max(2, n // 3)] = np.nan
+            b.output(argmax(b.graph, b.input(x)))
+
+        return Case(f"n_rows={n_rows} n={n} {kind}".rstrip(), build)
+
+    sizes = ((1, 1), (3, 7), (16, 1024), (2, 4097), (1, 248320))
+    return [case(r, n) for r, n in sizes] + [case(5, 3000, "ties"), case(4, 5000, "nan")]
+
+
+OP = Op("argmax", _reference, _lower, lambda: [SPANS, PAIRS], _cases)
