@@ -21,6 +21,41 @@ Words = NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
+class MatrixShape:
+    """One cooperative product result[m, n] = a[m, k] * b[k, n] + c of a subgroup; types like "f16", "f32", "s8"."""
+
+    m: int
+    n: int
+    k: int
+    a: str
+    b: str
+    c: str
+    result: str
+
+
+@dataclass(frozen=True)
+class Features:
+    """Optional features that are switched on for kernels. All off where only core Vulkan 1.1 may be used (Kompute).
+
+    `storage8` and `storage16` allow 8 and 16 bit elements in storage buffers; `int8`, `int16`, `int64` and
+    `float16` arithmetic on them. `subgroup_sizes` is the range of sizes that a pipeline may require ((0, 0): none).
+    `integer_dot` is SPV_KHR_integer_dot_product. Without shapes there are no cooperative matrices.
+    """
+
+    storage8: bool = False
+    storage16: bool = False
+    int8: bool = False
+    int16: bool = False
+    int64: bool = False
+    float16: bool = False
+    integer_dot: bool = False
+    memory_model: bool = False
+    full_subgroups: bool = False
+    subgroup_sizes: tuple[int, int] = (0, 0)
+    matrix_shapes: tuple[MatrixShape, ...] = ()
+
+
+@dataclass(frozen=True)
 class Limits:
     """What one device allows. Sizes in bytes; `subgroup_arithmetic`: kernels use their subgroup variant."""
 
@@ -32,6 +67,7 @@ class Limits:
     max_buffer_bytes: int = (4 << 30) - 4096
     subgroup_size: int = 1
     subgroup_arithmetic: bool = False
+    features: Features = Features()
 
     @property
     def team_lanes(self) -> int:
@@ -41,7 +77,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """A device as `vkb.devices()` lists it. `kind` is "gpu", "cpu" or "reference"; memory in bytes (0: unknown)."""
+    """A device as `vkb.devices()` lists it. `kind` is "gpu", "cpu" or "reference".
+
+    `memory` is the size of its largest local heap in bytes, `memory_free` what this process could still take from
+    it when the device was looked at (0: unknown).
+    """
 
     name: str
     description: str
@@ -50,6 +90,7 @@ class DeviceInfo:
     memory: int = 0
     driver: str = ""
     api_version: str = ""
+    memory_free: int = 0
 
 
 class Buffer(Protocol):
