@@ -1,0 +1,89 @@
+#version 450
+#extension GL_GOOGLE_include_directive : require
+#include "common.glsl"
+#include "lanes.glsl"
+
+// Attention of one row over one chunk of CHUNK keys, for HEADS query heads that share a kv head. Each invocation scores
+// one key for all heads; then each owns some dims and sums p * v over the keys in order. With one chunk the result is
+// finished here (DIRECT); else (max, sum, acc) go to attention_combine, which does the same arithmetic.
+layout(constant_id = 0) const uint HEADS = 1u;
+layout(constant_id = 1) const uint DIRECT = 0u;
+
+const uint CHUNK = 128u, MAX_HEADS = 4u, MAX_DIM = 256u;
+
+layout(local_size_x = 128) in;
+layout(binding = 0) readonly buffer Q { float q[]; };
+layout(binding = 1) readonly buffer KCache { vec4 k_cache[]; };
+layout(binding = 2) readonly buffer VCache { float v_cache[]; };
+layout(binding = 3) readonly buffer Step { int step_values[]; };
+layout(binding = 4) readonly buffer Gate { float gate[]; };
+layout(binding = 5) buffer Y { float y[]; };
+layout(push_constant) uniform Push {
+    uint q_at; uint k_cache_at; uint v_cache_at; uint step_at; uint step_row; uint gate_at; uint gate_row; uint gate_head;
+    uint y_at; uint n_rows; uint n_tokens; uint n_head; uint n_head_kv; uint head_dim; uint n_ctx; uint n_chunks; float scale;
+} push;
+
+shared vec4 q_tile[MAX_HEADS * MAX_DIM / 4u];
+shared float p_tile[MAX_HEADS * CHUNK];
+
+void main() {
+    uint me = gl_LocalInvocationIndex;
+    uint groups = push.n_head / HEADS;  // of query heads
+    uint index = WORKGROUP_INDEX;
+    uint group = index % groups, chunk = index / groups % push.n_chunks, row = index / groups / push.n_chunks;
+    if (row >= push.n_rows) { return; }
+    uint s = row / push.n_tokens;
+    uint position = uint(step_values[push.step_at + s]) + row % push.n_tokens;
+    if (chunk * CHUNK > position) { return; }
+    uint n_keys = min(CHUNK, position + 1u - chunk * CHUNK);
+    uint head = group * HEADS;
+    uint kv_head = head / (push.n_head / push.n_head_kv);
+    uint dim4 = push.head_dim / 4u;
+    uint key_row = push.n_head_kv * push.head_dim;
+    uint first_key = uint(step_values[push.step_at + push.step_row + s]) * push.n_ctx + chunk * CHUNK;
+
+    for (uint i = me; i < HEADS * dim4; i += 128u) {
+        uint at = push.q_at + (row * push.n_head + head) * push.head_dim + 4u * i;
+        q_tile[i] = vec4(q[at], q[at + 1u], q[at + 2u], q[at + 3u]);
+    }
+    barrier();
+    float score[HEADS];
+    for (uint h = 0u; h < HEADS; ++h) { score[h] = 0.0; }
+    uint k_at = (push.k_cache_at + (first_key + min(me, n_keys - 1u)) * key_row + kv_head * push.head_dim) / 4u;
+    for (uint i = 0u; i < dim4; ++i) {
+        vec4 k = k_cache[k_at + i];
+        for (uint h = 0u; h < HEADS; ++h) {
+            vec4 v = q_tile[h * dim4 + i];
+            score[h] = fma(k.x, v.x, fma(k.y, v.y, fma(k.z, v.z, fma(k.w, v.w, score[h]))));
+        }
+    }
+    float best[HEADS], total[HEADS];
+    for (uint h = 0u; h < HEADS; ++h) {
+        float x = me < n_keys ? score[h] * push.scale : -3.0e38;
+        best[h] = workgroup_max(x);
+        float p = me < n_keys ? exp(x - best[h]) : 0.0;
+        total[h] = workgroup_add(p);
+        p_tile[h * CHUNK + me] = p;
+    }
+    barrier();
+    for (uint d = me; d < push.head_dim; d += 128u) {
+        float acc[HEADS];
+        for (uint h = 0u; h < HEADS; ++h) { acc[h] = 0.0; }
+        uint v_at = push.v_cache_at + first_key * key_row + kv_head * push.head_dim + d;
+        for (uint key = 0u; key < n_keys; ++key) {
+            float v = v_cache[v_at + key * key_row];
+            for (uint h = 0u; h < HEADS; ++h) { acc[h] = fma(p_tile[h * CHUNK + key], v, acc[h]); }
+        }
+        for (uint h = 0u; h < HEADS; ++h) {
+            uint item = row * push.n_head + head + h;
+            if (DIRECT == 1u) {
+                float g = gate[push.gate_at + row * push.gate_row + (head + h) * push.gate_head + d];
+                y[push.y_at + item * push.head_dim + d] = acc[h] / total[h] / (1.0 + exp(-g));
+            } else {
+                uint at = push.y_at + (item * push.n_chunks + chunk) * (push.head_dim + 2u);
+                y[at + 2u + d] = acc[h];
+                if (d == 0u) { y[at] = best[h]; y[at + 1u] = total[h]; }
+            }
+        }
+    }
+}

@@ -1,0 +1,138 @@
+"""Causal grouped-query attention over the KV cache, with a sigmoid gate on its output.
+
+Softmax attention (Vaswani et al. 2017), split over the keys in chunks of a fixed size as in flash decoding (Dao et
+al. 2023): a row's arithmetic depends on its position only, not on the batch it is in nor on `kv_bound`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vkbackend.device.base import Limits
+from vkbackend.graph import Graph, Node, Tensor
+from vkbackend.ops.case import Case, CaseBuilder
+from vkbackend.ops.op import Array, At, Bind, Dispatch, Kernel, Lowering, Op, check, scratch, sigmoid, spread
+
+CHUNK = 128  # keys a workgroup handles
+MAX_DIM = 256
+ATTENTION = Kernel("attention", 128)
+COMBINE = Kernel("attention_combine", 128)
+
+
+@dataclass(frozen=True)
+class Attrs:
+    n_tokens: int
+    kv_bound: int
+
+
+def attention(
+    g: Graph, q: Tensor, gate: Tensor, k_cache: Tensor, v_cache: Tensor, step: Tensor, *, n_tokens: int, kv_bound: int
+) -> Tensor:
+    """Attention of q [n_rows, n_head, head_dim] over cache rows 0..position: [n_rows, n_head * head_dim].
+
+    gate [n_rows, n_head, head_dim] (a view): the result is multiplied by sigmoid(gate). Caches
+    [n_seq_max, n_ctx, n_head_kv, head_dim]. step i32 [2, n_seqs]: n_past and slot of each sequence. kv_bound: an upper
+    bound of n_past + n_tokens, for sizing only.
+    """
+    op = "attention"
+    n_rows, n_head, head_dim = q.shape
+    check(gate.shape == q.shape and gate.strides[2] == 1, op, f"gate {gate.shape} must have q's shape {q.shape}")
+    check(k_cache.shape == v_cache.shape and k_cache.shape[3] == head_dim, op, f"caches {k_cache.shape}, q {q.shape}")
+    check(n_head % k_cache.shape[2] == 0, op, f"{n_head} query heads are not a multiple of {k_cache.shape[2]} kv heads")
+    check(head_dim % 4 == 0 and head_dim <= MAX_DIM, op, f"head_dim is {head_dim}; a multiple of 4 up to {MAX_DIM} is needed")
+    check(n_rows == n_tokens * step.shape[1], op, f"{n_rows} rows are not {step.shape[1]} sequences of {n_tokens}")
+    check(n_tokens <= kv_bound <= k_cache.shape[1], op, f"kv_bound is {kv_bound}; allowed are {n_tokens}..{k_cache.shape[1]}")
+    y = g.temp("attention", (n_rows, n_head * head_dim))
+    g.add(OP, [q, gate, k_cache, v_cache, step], [y], Attrs(n_tokens, kv_bound))
+    return y
+
+
+def _reference(node: Node, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
+    q, gate, k_cache, v_cache, (n_past, seq_ids) = inputs
+    n_tokens = node.attrs.n_tokens
+    n_rows, n_head, head_dim = q.shape
+    n_kv = k_cache.shape[2]
+    y = outputs[0].reshape(n_rows, n_head, head_dim)
+    for s, past in enumerate(n_past):
+        rows = slice(s * n_tokens, (s + 1) * n_tokens)
+        k = k_cache[seq_ids[s], : past + n_tokens]
+        v = v_cache[seq_ids[s], : past + n_tokens]
+        grouped = q[rows].reshape(n_tokens, n_kv, n_head // n_kv, head_dim).transpose(1, 2, 0, 3)
+        scores = grouped @ k.transpose(1, 2, 0)[:, None] * (head_dim**-0.5)  # [n_kv, group, n_tokens, n_keys]
+        later = np.arange(past + n_tokens) > past + np.arange(n_tokens)[:, None]
+        scores[:, :, later] = -np.inf
+        p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        p /= p.sum(axis=-1, keepdims=True)
+        mixed = p @ v.transpose(1, 0, 2)[:, None]  # [n_kv, group, n_tokens, head_dim]
+        y[rows] = mixed.transpose(2, 0, 1, 3).reshape(n_tokens, n_head, head_dim) * sigmoid(gate[rows])
+
+
+def _lower(node: Node, limits: Limits) -> Lowering:
+    q, gate, k_cache, v_cache, step = node.inputs
+    y = node.outputs[0]
+    n_rows, n_head, head_dim = q.shape
+    n_tokens, n_kv = node.attrs.n_tokens, k_cache.shape[2]
+    n_chunks = -(-node.attrs.kv_bound // CHUNK)
+    direct = n_chunks == 1
+    target = y if direct else scratch("attention partials", (n_rows, n_head, n_chunks, head_dim + 2))
+    heads = max(h for h in range(1, 5) if (n_head // n_kv) % h == 0)
+    push = (
+        At(q), At(k_cache), At(v_cache), At(step), step.strides[0], At(gate), gate.strides[0], gate.strides[1],
+        At(target), n_rows, n_tokens, n_head, n_kv, head_dim, k_cache.shape[1], n_chunks, head_dim**-0.5,
+    )  # fmt: skip
+    binds = (
+        Bind(q, "r"), Bind(k_cache, "r"), Bind(v_cache, "r"), Bind(step, "r"), Bind(gate, "r"), Bind(target, "w"),
+    )  # fmt: skip
+    groups = spread(n_rows * n_chunks * (n_head // heads), limits.max_groups[0])
+    stages: Lowering = [[Dispatch(ATTENTION, binds, push, groups, spec=(heads, int(direct)))]]
+    if not direct:
+        push_combine = (
+            At(target), At(step), At(gate), gate.strides[0], gate.strides[1], At(y),
+            n_rows, n_tokens, n_head, head_dim, n_chunks,
+        )  # fmt: skip
+        binds_combine = (Bind(target, "r"), Bind(step, "r"), Bind(gate, "r"), Bind(y, "w"))
+        stages.append([Dispatch(COMBINE, binds_combine, push_combine, spread(n_rows * n_head, limits.max_groups[0]))])
+    return stages
+
+
+def _cases() -> list[Case]:
+    def case(
+        n_tokens: int, n_past: Sequence[int], heads: tuple[int, int], head_dim: int, n_ctx: int, kv_bound: int = 0
+    ) -> Case:
+        def build(b: CaseBuilder) -> None:
+            n_head, n_kv = heads
+            n_rows = n_tokens * len(n_past)
+            slots = np.arange(len(n_past))[::-1].copy()
+            caches = []
+            for _ in range(2):
+                cache = np.full((len(n_past), n_ctx, n_kv, head_dim), np.nan, np.float32)
+                for slot, past in zip(slots, n_past, strict=True):
+                    cache[slot, : past + n_tokens] = b.normal(past + n_tokens, n_kv, head_dim)
+                caches.append(b.state(cache))
+            qg = b.input(b.normal(n_rows, n_head, 2 * head_dim))
+            q = b.input(b.normal(n_rows, n_head, head_dim, scale=2.0))
+            step = b.input(np.stack([np.array(n_past), slots]))
+            gate = qg.narrow(2, head_dim, head_dim)
+            b.output(attention(b.graph, q, gate, *caches, step, n_tokens=n_tokens, kv_bound=kv_bound or n_ctx))
+
+        label = f"n_tokens={n_tokens} n_past={list(n_past)} heads={heads} head_dim={head_dim} kv_bound={kv_bound or n_ctx}"
+        return Case(label, build)
+
+    return [
+        case(1, [0], (4, 2), 64, 64),
+        case(1, [127], (4, 4), 64, 128),
+        case(1, [128], (4, 2), 128, 256),
+        case(3, [300, 5], (8, 2), 128, 400),
+        case(5, [0], (6, 1), 256, 600, 300),
+        case(16, [250], (16, 1), 64, 512),
+        case(17, [3], (4, 2), 64, 1000, 256),
+        case(33, [100, 0], (2, 2), 128, 200),
+        case(100, [60], (8, 1), 32, 160),
+        case(1, [4000], (8, 2), 256, 4096),
+    ]
+
+
+OP = Op("attention", _reference, _lower, lambda: [ATTENTION, COMBINE], _cases)
