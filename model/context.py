@@ -124,8 +124,7 @@ class Context:
         program = self._program(shape)
         feeds = {
             "tokens": rows.tokens[ubatch.rows],
-            "n_past": np.array(n_past, np.int32),
-            "seq_ids": np.array(ubatch.seqs, np.int32),
+            "step": np.array([n_past, ubatch.seqs], np.int32),
             **{name: values[ubatch.rows] for name, values in extra.items()},
         }
         for seq in ubatch.seqs:  # from here on slots may be overwritten, also by a run that fails

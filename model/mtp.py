@@ -25,7 +25,6 @@ from vkbackend.model.qwen35 import (
     AttentionKeys,
     BlockKeys,
     HeadKeys,
-    StepInputs,
     StepShape,
     attention_mixer,
     feed_forward,
@@ -77,12 +76,12 @@ def request_mtp(loader: WeightLoader, file: GGUFFile, hp: HParams) -> MtpKeys:
 
 
 def build_mtp(loader: WeightLoader, keys: MtpKeys, memory: Memory, shape: StepShape) -> Graph:
-    """The graph of one MTP step. Inputs: tokens [n_rows], hidden [n_rows, n_embd], n_past, seq_ids [n_seqs]."""
+    """The graph of one MTP step. Inputs: tokens [n_rows], hidden [n_rows, n_embd], step [2, n_seqs]."""
     hp = keys.hp
     g = Graph()
     tokens = g.input("tokens", (shape.n_rows,), "i32")
     hidden = g.input("hidden", (shape.n_rows, hp.n_embd))
-    step = StepInputs(g.input("n_past", (shape.n_seqs,), "i32"), g.input("seq_ids", (shape.n_seqs,), "i32"))
+    step = g.input("step", (2, shape.n_seqs), "i32")
     both = g.temp("embedding and hidden", (shape.n_rows, 2 * hp.n_embd))
     embedding = embed_rows(g, tokens, loader.parts(keys.head.table))
     rms_norm(g, embedding, loader.tensor(keys.enorm, hp.n_embd), hp.rms_eps, out=both.narrow(1, 0, hp.n_embd))

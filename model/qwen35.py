@@ -21,7 +21,7 @@ from vkbackend.ops.delta_net_mixer import delta_net_mixer
 from vkbackend.ops.embed_rows import embed_rows
 from vkbackend.ops.linear import linear
 from vkbackend.ops.rms_norm import rms_norm
-from vkbackend.ops.rope_kv_write import rope_kv_write
+from vkbackend.ops.rope_kv_write import rope_kv_write, rope_table
 
 HIDDEN_KINDS = ("pre_norm", "post_norm")
 
@@ -48,14 +48,6 @@ class StepShape:
 
 
 @dataclass(frozen=True)
-class StepInputs:
-    """The per-step values every layer reads: n_past [n_seqs] and seq_ids [n_seqs], both i32."""
-
-    n_past: Tensor
-    seq_ids: Tensor
-
-
-@dataclass(frozen=True)
 class RecurrentKeys:
     """Where a gated-delta-net layer's weights are: `proj` stacks qkv, z, alpha and beta."""
 
@@ -74,6 +66,7 @@ class AttentionKeys:
     proj: Matrix
     q_norm: str
     k_norm: str
+    rope: str
     out: Matrix
 
 
@@ -140,6 +133,7 @@ def _request_attention(loader: WeightLoader, file: GGUFFile, hp: HParams, b: str
         proj=loader.matrix(file, proj),
         q_norm=loader.vector(file, b + "attn_q_norm.weight", (hp.head_dim,)),
         k_norm=loader.vector(file, b + "attn_k_norm.weight", (hp.head_dim,)),
+        rope=loader.add_constant(f"rope {hp.n_rot} {hp.rope_freq_base}", rope_table(hp.n_rot, hp.rope_freq_base)),
         out=loader.matrix(file, (b + "attn_output.weight",)),
     )
 
@@ -167,13 +161,13 @@ def build_trunk(
     memory: Memory,
     shape: StepShape,
 ) -> Graph:
-    """The graph of one trunk step. Inputs: tokens [n_rows], n_past [n_seqs], seq_ids [n_seqs], all i32.
+    """The graph of one trunk step. Inputs, i32: tokens [n_rows], step [2, n_seqs] (n_past and slot of each sequence).
 
     Outputs as the shape asks: logits [rows, n_vocab], argmax i32 [rows], hidden [n_rows, n_embd].
     """
     g = Graph()
     tokens = g.input("tokens", (shape.n_rows,), "i32")
-    step = StepInputs(g.input("n_past", (shape.n_seqs,), "i32"), g.input("seq_ids", (shape.n_seqs,), "i32"))
+    step = g.input("step", (2, shape.n_seqs), "i32")
     x = embed_rows(g, tokens, loader.parts(head.table))
     caches, rings = iter(memory.kv), iter(memory.rings)
     for block in blocks:
@@ -194,7 +188,7 @@ def recurrent_mixer(
     keys: RecurrentKeys,
     ring: RecurrentRing,
     x: Tensor,
-    step: StepInputs,
+    step: Tensor,
     shape: StepShape,
 ) -> Tensor:
     """x + gated delta net of rms(x). x [n_rows, n_embd]."""
@@ -211,9 +205,8 @@ def recurrent_mixer(
         loader.tensor(keys.dt_bias, hp.n_v_heads),
         loader.tensor(keys.a, hp.n_v_heads),
         loader.tensor(keys.norm, hp.head_v_dim),
-        ring.conv, ring.state, step.n_past, step.seq_ids,
-        n_tokens=shape.n_tokens, n_k_heads=hp.n_k_heads, n_v_heads=hp.n_v_heads,
-        head_k_dim=hp.head_k_dim, head_v_dim=hp.head_v_dim, eps=hp.rms_eps, grouped=hp.arch == "qwen3next",
+        ring.conv, ring.state, step,
+        n_tokens=shape.n_tokens, n_k_heads=hp.n_k_heads, eps=hp.rms_eps, grouped=hp.arch == "qwen3next",
     )  # fmt: skip
     return linear(g, mixed, loader.parts(keys.out), residual=x)
 
@@ -226,7 +219,7 @@ def attention_mixer(
     keys: AttentionKeys,
     cache: KVCache,
     x: Tensor,
-    step: StepInputs,
+    step: Tensor,
     shape: StepShape,
 ) -> Tensor:
     """x + gated causal attention of rms(x). x [n_rows, n_embd]."""
@@ -237,12 +230,11 @@ def attention_mixer(
     v = proj.narrow(1, q_width + kv_width, kv_width).reshape(rows, hp.n_head_kv, hp.head_dim)
     q = rope_kv_write(
         g, qg, k, v, loader.tensor(keys.q_norm, hp.head_dim), loader.tensor(keys.k_norm, hp.head_dim),
-        cache.k, cache.v, step.n_past, step.seq_ids,
-        n_tokens=shape.n_tokens, n_rot=hp.n_rot, freq_base=hp.rope_freq_base, eps=hp.rms_eps,
+        loader.constant(keys.rope), cache.k, cache.v, step, n_tokens=shape.n_tokens, eps=hp.rms_eps,
     )  # fmt: skip
     gate = qg.narrow(2, hp.head_dim, hp.head_dim)
     mixed = attention(
-        g, q, gate, cache.k, cache.v, step.n_past, step.seq_ids, n_tokens=shape.n_tokens, kv_bound=shape.kv_bound
+        g, q, gate, cache.k, cache.v, step, n_tokens=shape.n_tokens, kv_bound=shape.kv_bound
     )
     return linear(g, mixed, loader.parts(keys.out), residual=x)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from vkbackend.device.base import Array, Buffer, Device
 from vkbackend.errors import ModelError
-from vkbackend.graph import F32, Tensor, bound
+from vkbackend.graph import F32, I32, Tensor, bound
 from vkbackend.model.gguf import GGUFFile, TensorInfo
 from vkbackend.packing import plane_starts, plane_words
 from vkbackend.quants import dequantize, weight_format
@@ -67,6 +67,7 @@ class WeightLoader:
     device: Device
     _parts: list[_Part] = field(default_factory=list)
     _tensors: dict[object, list[Tensor]] = field(default_factory=dict)
+    _constants: dict[str, Tensor] = field(default_factory=dict)
 
     def matrix(self, file: GGUFFile, sources: Sequence[str], interleave: bool = False) -> Matrix:
         """Asks for the stack of the named tensors. All need the same number of columns.
@@ -112,6 +113,14 @@ class WeightLoader:
             target = shape or info.shape
             rows, cols = (1, target[0]) if len(target) == 1 else (target[0], math.prod(target[1:]))
             self._parts.append(_Part(key, (info,), file, F32, rows, cols, 0))
+        return key
+
+    def add_constant(self, key: str, values: NDArray[np.int32]) -> str:
+        """Puts a small integer table on the device, once per key."""
+        if key not in self._constants:
+            buffer = self.device.allocate(values.size, I32, key)
+            self.device.upload(buffer, 0, values)
+            self._constants[key] = bound(key, buffer, 0, values.shape, I32)
         return key
 
     def _info(self, file: GGUFFile, name: str) -> TensorInfo:
@@ -163,6 +172,10 @@ class WeightLoader:
     def parts(self, key: Matrix) -> tuple[Tensor, ...]:
         """The tensors of a matrix, in row order."""
         return tuple(self._tensors[key])
+
+    def constant(self, key: str) -> Tensor:
+        """The tensor of `add_constant`."""
+        return self._constants[key]
 
     def tensor(self, key: str, *shape: int) -> Tensor:
         """A small tensor under the given shape."""

@@ -1,0 +1,212 @@
+"""The gated-delta-net mixer of one layer, from its input projection to its output projection, in one kernel.
+
+Gated delta networks (Yang, Kautz, Hatamizadeh 2024): causal depthwise conv + SiLU over q, k, v; L2-normalised q and k;
+decay g = softplus(alpha + dt) * a and step size beta = sigmoid; the delta rule on a state S [dv, dk] per v head;
+RMS norm of each head's output times silu(z). The state after every token goes straight into the recurrent ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vkbackend.device.base import Limits
+from vkbackend.graph import Graph, Node, Tensor
+from vkbackend.ops.case import Case, CaseBuilder
+from vkbackend.ops.op import Array, At, Bind, Dispatch, Kernel, Lowering, Op, check, sigmoid, silu, spread
+
+MIXER = Kernel("delta_net_mixer", 128)
+RING_WRITE = Kernel("conv_ring_write", 128)
+HEAD_SIZES = (16, 32, 64, 128)
+KERNEL_MAX = 8  # conv taps the kernel has registers for
+SHORT = 16  # batches up to this many tokens write the conv ring in the mixer itself
+
+
+def conv_ring_columns(n_rs_seq: int, kernel: int) -> int:
+    """Columns of the conv ring: a window at every rollback distance, and room so that a short batch's new columns
+    never fall on columns that another workgroup of the same dispatch still reads."""
+    return n_rs_seq + kernel - 1 + SHORT
+
+
+@dataclass(frozen=True)
+class Attrs:
+    n_tokens: int
+    n_k_heads: int
+    eps: float
+    grouped: bool
+
+
+def delta_net_mixer(
+    g: Graph,
+    qkv: Tensor,
+    z: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    conv_w: Tensor,
+    dt_bias: Tensor,
+    a: Tensor,
+    norm_w: Tensor,
+    conv_ring: Tensor,
+    state_ring: Tensor,
+    step: Tensor,
+    *,
+    n_tokens: int,
+    n_k_heads: int,
+    eps: float,
+    grouped: bool = False,
+) -> Tensor:
+    """Mixes n_tokens tokens of each sequence: [n_rows, n_v_heads * dv]; updates the rings in place.
+
+    qkv [n_rows, 2 * n_k_heads * dk + n_v_heads * dv], z [n_rows, n_v_heads * dv], alpha, beta [n_rows, n_v_heads]:
+    column views of one projection. conv_w [conv_dim, kernel], dt_bias, a [n_v_heads], norm_w [dv]: views of one buffer.
+    conv_ring [n_seq_max, C, conv_dim], state_ring [n_seq_max, R, n_v_heads, dv, dk]. step i32 [2, n_seqs]: n_past and slot.
+    The state after position p goes to slot p mod R, the raw column of p to column p mod C. v head h uses k head
+    h % n_k_heads, or h // (n_v_heads / n_k_heads) when grouped.
+    """
+    op = "delta_net_mixer"
+    n_slots, n_v_heads, dv, dk = state_ring.shape[1:]
+    check(dk in HEAD_SIZES, op, f"head size {dk} is not supported; supported are {HEAD_SIZES}")
+    check(dv <= MIXER.local_size, op, f"v heads of {dv} are not supported; up to {MIXER.local_size} are")
+    n_rows, conv_dim = qkv.shape
+    check(conv_dim == 2 * n_k_heads * dk + n_v_heads * dv, op, f"qkv has {conv_dim} columns for {n_k_heads} x {dk}, {n_v_heads} x {dv}")
+    check(conv_ring.shape[2] == conv_dim and conv_w.shape[0] == conv_dim, op, f"ring {conv_ring.shape}, taps {conv_w.shape}")
+    check(1 <= conv_w.shape[1] <= KERNEL_MAX, op, f"conv kernel of {conv_w.shape[1]} taps; 1..{KERNEL_MAX} are supported")
+    check(conv_ring.shape[1] >= conv_ring_columns(n_slots - 1, conv_w.shape[1]), op, f"conv ring {conv_ring.shape} is too short")
+    check(z.shape == (n_rows, n_v_heads * dv) and alpha.shape == beta.shape == (n_rows, n_v_heads), op, f"z {z.shape}, alpha {alpha.shape}")
+    check(len({t.storage for t in (qkv, z, alpha, beta)}) == 1, op, "qkv, z, alpha, beta must be views of one projection")
+    check(len({id(t.storage.buffer) for t in (conv_w, dt_bias, a, norm_w)}) == 1, op, "conv_w, dt_bias, a, norm_w must lie in one buffer")
+    check(n_rows == n_tokens * step.shape[1], op, f"{n_rows} rows are not {step.shape[1]} sequences of {n_tokens}")
+    y = g.temp("delta_net_mixer", (n_rows, n_v_heads * dv))
+    inputs = [qkv, z, alpha, beta, conv_w, dt_bias, a, norm_w, conv_ring, state_ring, step]
+    g.add(OP, inputs, [y, conv_ring, state_ring], Attrs(n_tokens, n_k_heads, eps, grouped))
+    return y
+
+
+def _reference(node: Node, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
+    qkv, z, alpha, beta, conv_w, dt_bias, a, norm_w, _, _, (n_past, slots) = inputs
+    y, conv_ring, state_ring = outputs
+    at: Attrs = node.attrs
+    n_slots, n_v_heads, dv, dk = state_ring.shape[1:]
+    heads = np.arange(n_v_heads)
+    k_head = heads // (n_v_heads // at.n_k_heads) if at.grouped else heads % at.n_k_heads
+    key_dim = at.n_k_heads * dk
+    for s, (past, slot) in enumerate(zip(n_past, slots, strict=True)):
+        rows = slice(s * at.n_tokens, (s + 1) * at.n_tokens)
+        mixed = _conv_silu(qkv[rows], conv_w, conv_ring[slot], int(past))
+        q = _l2(mixed[:, :key_dim].reshape(-1, at.n_k_heads, dk), at.eps)[:, k_head] * dk**-0.5
+        k = _l2(mixed[:, key_dim : 2 * key_dim].reshape(-1, at.n_k_heads, dk), at.eps)[:, k_head]
+        v = mixed[:, 2 * key_dim :].reshape(-1, n_v_heads, dv)
+        decay = np.exp(np.logaddexp(0, alpha[rows] + dt_bias) * a)  # [n_tokens, n_v_heads]
+        rate = sigmoid(beta[rows])
+        ring = state_ring[slot]
+        state = ring[(past - 1) % n_slots].copy() if past else np.zeros_like(ring[0])
+        o = np.empty_like(v)
+        for t in range(at.n_tokens):
+            state *= decay[t, :, None, None]
+            delta = rate[t, :, None] * (v[t] - (state @ k[t, :, :, None])[..., 0])
+            state += delta[:, :, None] * k[t, :, None, :]
+            o[t] = (state @ q[t, :, :, None])[..., 0]
+            if t >= at.n_tokens - n_slots:
+                ring[(past + t) % n_slots] = state
+        o /= np.sqrt(np.mean(np.square(o), axis=-1, keepdims=True) + at.eps)
+        y[rows] = (o * norm_w * silu(z[rows].reshape(o.shape))).reshape(at.n_tokens, -1)
+
+
+def _conv_silu(x: Array, w: Array, ring: Array, past: int) -> Array:
+    """SiLU of the causal conv of x [n_tokens, conv_dim]; reads the older columns from the ring, writes the new ones."""
+    n_tokens, n_columns, before = len(x), len(ring), w.shape[1] - 1
+    old = [ring[p % n_columns] if p >= 0 else np.zeros_like(x[0]) for p in range(past - before, past)]
+    window = np.concatenate([np.array(old, x.dtype).reshape(before, -1), x])
+    out = sum(window[j : j + n_tokens] * w[:, j] for j in range(w.shape[1]))
+    for t in range(max(0, n_tokens - n_columns), n_tokens):
+        ring[(past + t) % n_columns] = x[t]
+    return silu(np.asarray(out))
+
+
+def _l2(x: Array, eps: float) -> Array:
+    return np.asarray(x / np.sqrt(np.sum(np.square(x), axis=-1, keepdims=True) + eps))
+
+
+def _lower(node: Node, limits: Limits) -> Lowering:
+    qkv, z, alpha, beta, conv_w, dt_bias, a, norm_w, conv_ring, state_ring, step = node.inputs
+    y, at = node.outputs[0], node.attrs
+    n_slots, n_v_heads, dv, dk = state_ring.shape[1:]
+    n_seqs, n_columns = step.shape[1], conv_ring.shape[1]
+    short = at.n_tokens <= SHORT
+    push = (
+        At(qkv), At(z), At(alpha), At(beta), qkv.strides[0], At(conv_w), At(dt_bias), At(a), At(norm_w),
+        At(step), step.strides[0], At(conv_ring), n_columns, At(state_ring), n_slots, At(y), at.n_tokens,
+        at.n_k_heads, n_v_heads, dv, conv_w.shape[1], float(at.eps), int(at.grouped) | 2 * int(short),
+    )  # fmt: skip
+    binds = (
+        Bind(qkv, "r"), Bind(conv_w, "r"), Bind(step, "r"), Bind(conv_ring, "rw" if short else "r"),
+        Bind(state_ring, "rw"), Bind(y, "w"),
+    )  # fmt: skip
+    also = tuple(Bind(t, "r") for t in (z, alpha, beta, dt_bias, a, norm_w))
+    stages: Lowering = [[Dispatch(MIXER, binds, push, (n_seqs * n_v_heads, 1, 1), spec=(dk,), also=also)]]
+    if not short:
+        # A long batch may overwrite columns that its first tokens need: only after the mixer has read them.
+        n_kept = min(at.n_tokens, n_columns)
+        push_ring = (
+            At(qkv), qkv.strides[0], At(step), step.strides[0], At(conv_ring), n_columns, qkv.shape[1],
+            at.n_tokens, n_kept, n_seqs,
+        )  # fmt: skip
+        ring_binds = (Bind(qkv, "r"), Bind(step, "r"), Bind(conv_ring, "w"))
+        stages.append([Dispatch(RING_WRITE, ring_binds, push_ring, spread(n_seqs * n_kept, limits.max_groups[0]))])
+    return stages
+
+
+def _cases() -> list[Case]:
+    def case(
+        n_tokens: int, n_past: Sequence[int], heads: tuple[int, int], size: tuple[int, int], n_rs: int, grouped: bool = False
+    ) -> Case:
+        def build(b: CaseBuilder) -> None:
+            (n_k, n_v), (dk, dv), kernel = heads, size, 4
+            n_rows, conv_dim = n_tokens * len(n_past), 2 * n_k * dk + n_v * dv
+            widths = (conv_dim, n_v * dv, n_v, n_v)
+            x = b.input(b.normal(n_rows, sum(widths)))
+            starts = np.cumsum((0, *widths))
+            views = [x.narrow(1, int(at), width) for at, width in zip(starts, widths, strict=False)]
+            params = b.input(
+                np.concatenate(
+                    [b.normal(conv_dim * kernel, scale=0.5), b.uniform(-2, 2, n_v), -b.uniform(0.01, 4, n_v), b.uniform(0.5, 1.5, dv)]
+                )
+            )
+            cut = np.cumsum((0, conv_dim * kernel, n_v, n_v, dv))
+            w = [params.narrow(0, int(i), int(j - i)) for i, j in zip(cut, cut[1:], strict=False)]
+            slots = np.arange(len(n_past))[::-1] + 1
+            rings = []
+            for shape in ((conv_ring_columns(n_rs, kernel), conv_dim), (1 + n_rs, n_v, dv, dk)):
+                ring = b.normal(len(n_past) + 1, *shape, scale=0.3)
+                ring[0] = np.nan  # a sequence that is not in the batch
+                for slot, past in zip(slots, n_past, strict=True):
+                    if past == 0:
+                        ring[slot] = np.nan
+                rings.append(b.state(ring))
+            step = b.input(np.stack([np.array(n_past), slots]))
+            b.output(
+                delta_net_mixer(
+                    b.graph, *views, w[0].reshape(conv_dim, kernel), *w[1:], *rings, step,
+                    n_tokens=n_tokens, n_k_heads=n_k, eps=1e-6, grouped=grouped,
+                )  # fmt: skip
+            )
+
+        label = f"n_tokens={n_tokens} n_past={list(n_past)} heads={heads} sizes={size} n_rs_seq={n_rs}"
+        return Case(label + (" grouped" if grouped else ""), build)
+
+    return [
+        case(1, [0], (2, 4), (32, 32), 0),
+        case(1, [5], (2, 4), (128, 128), 0),
+        case(1, [1], (4, 4), (16, 16), 3),
+        case(4, [9, 0], (2, 6), (64, 64), 3),
+        case(3, [2], (1, 3), (32, 64), 8, True),
+        case(16, [100, 7], (2, 4), (128, 128), 4),
+        case(17, [3], (2, 4), (32, 32), 2),
+        case(64, [0, 50], (2, 2), (64, 32), 5),
+        case(70, [11], (2, 4), (128, 128), 0, True),
+    ]
+
+
+OP = Op("delta_net_mixer", _reference, _lower, lambda: [MIXER, RING_WRITE], _cases)
