@@ -1,0 +1,1 @@
+"""Model files, and the models themselves: GGUF, tokenizer, memory, graphs, contexts."""

@@ -1,0 +1,1 @@
+"""GLSL compute shaders, and the toolchain that compiles them to SPIR-V."""
