@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import warnings
+
 from vkbackend.device.base import Buffer, Device, DeviceInfo, Limits, Program
 from vkbackend.device.numpy import NumpyDevice
 from vkbackend.errors import DeviceError
@@ -10,25 +13,30 @@ __all__ = ["Buffer", "Device", "DeviceInfo", "Limits", "Program", "devices", "op
 
 
 def devices() -> list[DeviceInfo]:
-    """Every device that `open_device` takes, best first choice of its kind first; NumPy is always there."""
+    """Every device that `open_device` takes: all through Kompute, all through Vulkan itself, and NumPy.
+
+    Kompute's are left out where the package kp is missing; NumPy is always there.
+    """
     from vkbackend.device.probe import vulkan_devices
 
     found: list[DeviceInfo] = []
     try:
-        found += [d.info for d in vulkan_devices("kompute")]
+        if importlib.util.find_spec("kp") is not None:
+            found += [d.info for d in vulkan_devices("kompute")]
+        found += [d.info for d in vulkan_devices("vulkan")]
     except DeviceError:
         pass
     return [*found, NumpyDevice().info]
 
 
 def open_device(name: str = "auto") -> Device:
-    """Opens a device by name: "auto", "kompute" or "kompute:N", "numpy", "null".
+    """Opens a device by name: "auto", "kompute" or "kompute:N", "vulkan" or "vulkan:N", "numpy", "null".
 
-    "auto" takes the first GPU through Kompute, else the NumPy fallback (a CPU Vulkan driver is slower than
-    NumPy). Raises `DeviceError` for an unknown name or a device that does not open.
+    "auto" takes the first GPU through Kompute, else the first through Vulkan itself, else the NumPy fallback (a CPU
+    Vulkan driver is slower than NumPy). Raises `DeviceError` for an unknown name or a device that does not open.
     """
     kind, _, index = name.partition(":")
-    if kind == "auto":
+    if kind == "auto" and not index:
         return _auto()
     if kind == "numpy" and not index:
         return NumpyDevice()
@@ -40,11 +48,20 @@ def open_device(name: str = "auto") -> Device:
         from vkbackend.device.kompute import KomputeDevice
 
         return KomputeDevice(int(index or 0))
-    raise DeviceError(f"device '{name}' is unknown; use auto, kompute:N or numpy (see: vkbackend devices)")
+    if kind == "vulkan" and (not index or index.isdigit()):
+        from vkbackend.device.vulkan import VulkanDevice
+
+        return VulkanDevice(int(index or 0))
+    raise DeviceError(f"device '{name}' is unknown; use auto, kompute:N, vulkan:N or numpy (see: vkbackend devices)")
 
 
 def _auto() -> Device:
-    for info in devices():
-        if info.kind == "gpu" and info.name.startswith("kompute"):
-            return open_device(info.name)
+    gpus = [info for info in devices() if info.kind == "gpu"]
+    for prefix in ("kompute", "vulkan"):
+        for info in gpus:
+            if info.name.startswith(prefix):
+                try:
+                    return open_device(info.name)
+                except DeviceError as error:
+                    warnings.warn(f"auto: passed over {info.name}: {error}", RuntimeWarning, stacklevel=3)
     return NumpyDevice()

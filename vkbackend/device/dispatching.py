@@ -102,8 +102,15 @@ class Driver(Protocol):
     def fill(self, buffer: Buffer, offset: int, n_words: int, word: int) -> None: ...
 
     def record(
-        self, levels: Sequence[Sequence[Command]], inputs: HostRegion, outputs: HostRegion, timestamps: bool
-    ) -> Recording: ...
+        self,
+        levels: Sequence[Sequence[Command]],
+        inputs: HostRegion,
+        outputs: HostRegion,
+        timestamps: bool,
+        used: tuple[int, int] | None = ...,
+    ) -> Recording:
+        """`used`: how many words of the inputs and the outputs this program touches; a driver may copy no more."""
+        ...
 
 
 class DispatchProgram:
@@ -118,10 +125,10 @@ class DispatchProgram:
         arena = driver.pool.arena(n[ARENA])
         if poison:
             driver.fill(arena, 0, arena.n_words, NAN_WORD)
-            self._out.words[:] = NAN_WORD
+            driver.fill(self._out, 0, self._out.n_words, NAN_WORD)
         regions: dict[str, Buffer] = {ARENA: arena, INPUTS: self._in, OUTPUTS: self._out}
         levels = [[_command(launch, regions, driver.info) for launch in level] for level in self.plan.levels]
-        self._recording = driver.record(levels, self._in, self._out, timestamps)
+        self._recording = driver.record(levels, self._in, self._out, timestamps, (n[INPUTS], n[OUTPUTS]))
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         words = {name: _as_words(name, tensor, feeds) for name, (_, tensor) in self.plan.inputs.items()}

@@ -156,7 +156,12 @@ class KomputeDevice:
         return DispatchProgram(self, graph, poison, timestamps)
 
     def record(
-        self, levels: Sequence[Sequence[Command]], inputs: HostRegion, outputs: HostRegion, timestamps: bool
+        self,
+        levels: Sequence[Sequence[Command]],
+        inputs: HostRegion,
+        outputs: HostRegion,
+        timestamps: bool,
+        used: tuple[int, int] | None = None,
     ) -> KomputeRecording:
         kp = self._kp
         n_ops = sum(len(level) for level in levels) + len(levels) + 2

@@ -72,7 +72,12 @@ class NullDevice:
         return None
 
     def record(
-        self, levels: Sequence[Sequence[Command]], inputs: HostRegion, outputs: HostRegion, timestamps: bool
+        self,
+        levels: Sequence[Sequence[Command]],
+        inputs: HostRegion,
+        outputs: HostRegion,
+        timestamps: bool,
+        used: tuple[int, int] | None = None,
     ) -> NullRecording:
         self.recordings.append(NullRecording([list(level) for level in levels]))
         return self.recordings[-1]
