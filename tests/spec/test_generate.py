@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 import vkbackend as vkb
 from vkbackend.model.loader import Model
+from vkbackend.spec.draft_mtp import MTPSpeculator
 from vkbackend.spec.generate import Session
 from vkbackend.spec.stats import Stats
 
@@ -128,6 +129,17 @@ def test_a_session_forgets_the_text_before(demo: Model) -> None:
     again = session.stream(CODE, 20).result()
     assert again.tokens == first.tokens != other.tokens
     assert again.stats.submissions == first.stats.submissions
+    assert isinstance(session.speculator, MTPSpeculator)
+    session.speculator.pending_h[:] = np.nan
+    cleared = session.stream(CODE, 20).result()
+    assert (cleared.tokens, cleared.stats.accepted) == (first.tokens, first.stats.accepted)
+
+
+@pytest.mark.parametrize("spec", [None, vkb.DraftMTP(3)])
+def test_the_repeat_penalty_sees_prompt_and_text(demo: Model, spec: vkb.DraftMTP | None) -> None:
+    prompt = demo.tokenizer.encode(PROSE)
+    gen = vkb.generate(demo, prompt, 40, vkb.Sampling(repeat_penalty=1000.0), spec, n_ctx=128)
+    assert len({*prompt, *gen.tokens}) == len(set(prompt)) + 40
 
 
 @pytest.mark.parametrize("spec", [None, vkb.DraftMTP(2)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import numpy as np
 import pytest
@@ -98,6 +99,18 @@ def test_draws_follow_the_distribution(seed: int) -> None:
     assert np.all(counts[p == 0] == 0)
     chi2 = float(np.sum((counts[p > 0] - n * p[p > 0]) ** 2 / (n * p[p > 0])))
     assert chi2 < 40  # 8 degrees of freedom: passed by chance in all but 3 of a million runs
+
+
+@pytest.mark.parametrize("number", [0.0, np.nextafter(1.0, 0.0)])
+def test_the_last_random_numbers_draw_possible_tokens(number: float) -> None:
+    class Fixed:
+        def random(self) -> float:
+            return number
+
+    logits = np.array([-np.inf, -np.inf, 1, 2, 0, -np.inf, -np.inf], np.float32)
+    sampler = Sampler(Sampling(1.0))
+    sampler._random = cast(np.random.Generator, Fixed())
+    assert sampler.sample(logits) == (2 if number == 0 else 4)
 
 
 def test_same_seed_same_tokens_and_own_generator(seed: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vkbackend.errors import ContextError
@@ -49,6 +49,8 @@ TEXTS = st.text(alphabet="ab<>é😀\n", max_size=40)
 
 
 @settings(max_examples=400, deadline=None)
+@example("xab<y", [1, 4], ["ab<", "b"])  # the one that is complete first begins second
+@example("xab<y", [1, 4], ["b<", "ab<", "<"])
 @given(
     TEXTS, st.lists(st.integers(0, 200), max_size=60), st.lists(st.text("ab<>é😀", min_size=1, max_size=4), max_size=3)
 )
