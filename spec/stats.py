@@ -86,13 +86,13 @@ class Stats:
         out = [
             f"device   {device}",
             f"prompt   {self.prompt_tokens} tokens, {self.prompt_tok_s:.1f} tok/s",
-            f"decode   {self.tokens} tokens, {self.decode_tok_s:.1f} tok/s, {self.steps} steps",
+            f"decode   {self.tokens} tokens, {self.decode_tok_s:.1f} tok/s, {self.tokens_per_step:.2f} tokens per step",
         ]
         if self.drafted:
-            per_step = " ".join(f"{n / max(self.steps, 1):.2f}" for n in self.accepted_per_position)
+            stood = " ".join(f"{100 * n / self.steps:.0f}" for n in self.accepted_per_position)
             out += [
                 f"drafts   {self.accepted} of {self.drafted} accepted ({100 * self.acceptance:.1f} %)",
-                f"steps    {self.tokens_per_step:.2f} tokens per step; of 1, draft 1, 2, .. accepted in {per_step}",
+                f"         draft 1, 2, .. was accepted in {stood} % of {self.steps} steps",
                 f"time     draft {self.draft_s:.2f} s, verify {self.verify_s:.2f} s, host {self.host_s:.2f} s",
             ]
         return out

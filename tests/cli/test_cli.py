@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fixture_paths import fixture
 
 import vkbackend as vkb
 from vkbackend import cli
 from vkbackend.cli import common
 from vkbackend.errors import DeviceError
+from vkbackend.model import loader
 from vkbackend.model.loader import Model, load
 
 BESIDE = Path(__file__).resolve().parents[3] / "shared" / "models" / "demo-qwen35-mtp-q8_0.gguf"
@@ -96,7 +98,20 @@ def test_prompt_from_file_ids_and_stdin(
 def test_sampling_options_arrive(run: Run, demo_file: Path, model: Model) -> None:
     sampling = vkb.Sampling(0.9, 50, 0.95, 0.02, 1.1, seed=7)
     want = vkb.generate(model, "It was", 12, sampling, n_ctx=64).text
-    options = ["--temp", "0.9", "--top-k", "50", "--top-p", "0.95", "--min-p", "0.02", "--repeat-penalty", "1.1", "--seed", "7"]
+    options = [
+        "--temp",
+        "0.9",
+        "--top-k",
+        "50",
+        "--top-p",
+        "0.95",
+        "--min-p",
+        "0.02",
+        "--repeat-penalty",
+        "1.1",
+        "--seed",
+        "7",
+    ]
     assert run(*words(demo_file, "-p", "It was", *options))[1] == want + "\n"
 
 
@@ -184,6 +199,29 @@ def test_failed_jobs_say_why_on_one_line(run: Run, demo_file: Path, arguments: l
     assert (status, out) == (1, "")
     assert message in err
     assert err.count("\n") == 1 and err.startswith("vkbackend generate: ")
+
+
+def test_the_draft_file_is_given_or_found_beside_the_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    main, draft = fixture("gguf/dense-f32.gguf"), fixture("gguf/mtp-dense-f32.gguf")
+    options = ["--device", "numpy", "--prompt-ids", "5,6,7", "-n", 9, "-c", 32, "--spec-type", "draft-mtp", "--json"]
+    inside = json.loads(run("generate", "-m", main, *options)[1])
+    status, out, err = run("generate", "-m", main, "--model-draft", draft, *options)
+    assert (status, err) == (0, "")
+    given = json.loads(out)
+    assert given["tokens"] == inside["tokens"]
+    assert given["stats"]["drafted"] > 0
+    loaded: list[object] = []
+    original = loader.load
+
+    def spy(path: Path, draft: Path | None = None, **rest: Any) -> Model:
+        loaded.append(draft)
+        return original(path, draft=draft, **rest)
+
+    monkeypatch.setattr(loader, "load", spy)
+    monkeypatch.setattr("vkbackend.spec.draft_files.find_draft", lambda path: draft)
+    assert json.loads(run("generate", "-m", main, *options)[1])["tokens"] == inside["tokens"]
+    assert run("generate", "-m", main, *options, "--spec-type", "none")[0] == 0
+    assert loaded == [draft, None]
 
 
 def test_a_prompt_that_is_no_text(run: Run, demo_file: Path, tmp_path: Path) -> None:

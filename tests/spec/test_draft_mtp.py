@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -138,7 +138,7 @@ def test_missing_hidden_rows_and_wrong_use() -> None:
 @pytest.mark.parametrize(
     "sizes", [{"n_max": 0}, {"n_max": 16}, {"n_min": -1}, {"n_max": 2, "n_min": 3}, {"n_max": 1.5}]
 )
-def test_bad_sizes(sizes: dict[str, int]) -> None:
+def test_bad_sizes(sizes: dict[str, Any]) -> None:
     with pytest.raises(ContextError, match="n_m"):
         DraftMTP(**sizes)
 

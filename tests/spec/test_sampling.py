@@ -38,7 +38,8 @@ def by_sorting(s: Sampling, logits: NDArray[np.float32], history: list[int]) -> 
         order = [i for i in order if values[i] >= values[order[0]] + math.log(s.min_p)]
     for i in order:
         p[i] = math.exp((values[i] - values[order[0]]) / s.temperature)
-    return p / p.sum()
+    p /= p.sum()
+    return p
 
 
 @settings(max_examples=200, deadline=None)

@@ -69,7 +69,8 @@ def test_random_numbers_are_spent_as_without_drafts(seed: int) -> None:
 def residual(p: NDArray[np.float64], draft: int) -> NDArray[np.float64]:
     rest = p.copy()
     rest[draft] = 0
-    return rest / rest.sum()
+    rest /= rest.sum()
+    return rest
 
 
 def assert_follows(counts: NDArray[np.int64], p: NDArray[np.float64]) -> None:

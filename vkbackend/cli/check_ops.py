@@ -101,13 +101,12 @@ def _choose(names: list[str] | None) -> list[Op]:
 def _open(name: str, variant: str) -> list[tuple[str, Device]]:
     """The device once for each kernel variant that it can run."""
     from vkbackend.device import open_device
-
-    first = open_device(name)
-    if not first.info.name.startswith("kompute"):
-        return [("reference", first)]
-    from vkbackend.device.kompute import KomputeDevice
     from vkbackend.device.probe import uses_subgroups
 
+    first = open_device(name)
+    kind, _, index = first.info.name.partition(":")
+    if kind not in ("kompute", "vulkan"):
+        return [("reference", first)]
     has_subgroups = uses_subgroups(first.info.limits)
     if variant == "subgroup" and not has_subgroups:
         first.close()
@@ -118,9 +117,19 @@ def _open(name: str, variant: str) -> list[tuple[str, Device]]:
     else:
         first.close()
     if variant != "subgroup":
-        index = int(first.info.name.partition(":")[2] or 0)
-        opened.append(("shared", KomputeDevice(index, subgroups=False)))
+        opened.append(("shared", _without_subgroups(kind, int(index or 0))))
     return opened
+
+
+def _without_subgroups(kind: str, index: int) -> Device:
+    """A device that is made to use the kernels for hardware without subgroup arithmetic."""
+    if kind == "kompute":
+        from vkbackend.device.kompute import KomputeDevice
+
+        return KomputeDevice(index, subgroups=False)
+    from vkbackend.device.vulkan import VulkanDevice
+
+    return VulkanDevice(index, subgroups=False)
 
 
 def _run_op(op: Op, device: Device, variant: str, seed: int) -> list[Result]:

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from vkbackend.errors import ModelError, VkBackendError
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vkbackend.model.loader import Model
     from vkbackend.spec.draft_mtp import DraftMTP
 
+T = TypeVar("T")
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 DEMO_MODEL = "data/demo-qwen35-mtp-q8_0.gguf"  # package data of vkbackend.model
@@ -76,10 +77,11 @@ def speculator(name: str, args: argparse.Namespace) -> DraftMTP | None:
         raise UsageError(f"--spec-type {name} is not available yet; available are {', '.join(SPEC_TYPES)}")
     if name != "draft-mtp":
         raise UsageError(f"--spec-type {name!r} is unknown; available are {', '.join(SPEC_TYPES)}")
-    return usage(lambda: DraftMTP(args.spec_draft_n_max, args.spec_draft_n_min))
+    speculator: DraftMTP = usage(lambda: DraftMTP(args.spec_draft_n_max, args.spec_draft_n_min))
+    return speculator
 
 
-def usage(make: Callable[[], Any]) -> Any:
+def usage(make: Callable[[], T]) -> T:
     """The result of a call whose errors mean that the command line was wrong."""
     from vkbackend.cli import UsageError
 
@@ -90,14 +92,21 @@ def usage(make: Callable[[], Any]) -> Any:
 
 
 def load_model(args: argparse.Namespace) -> Model:
-    """Loads the model that the arguments name, with a progress bar on a terminal."""
+    """Loads the model that the arguments name, with a progress bar on a terminal.
+
+    For draft-mtp, a file without MTP block is joined by the mtp-*.gguf beside it, if there is one.
+    """
     from vkbackend.cli import UsageError
     from vkbackend.model.loader import load
+    from vkbackend.spec.draft_files import find_draft
 
     if args.hf_repo:
         raise UsageError("--hf-repo is not available yet; download the GGUF file and give it with -m")
     path = demo_model() if args.demo else args.model
-    return load(path, device=args.device, draft=args.model_draft, progress=Progress() if sys.stderr.isatty() else None)
+    draft = args.model_draft
+    if draft is None and "draft-mtp" in args.spec_type.split(","):
+        draft = find_draft(path)
+    return load(path, device=args.device, draft=draft, progress=Progress() if sys.stderr.isatty() else None)
 
 
 def demo_model() -> Path:

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
             sys.stdout.reconfigure(errors="replace")
         for piece in pieces:
             print(piece, end="", flush=True)
-        print()
+        print(flush=True)
     result = pieces.result()
     info = model.device.info
     device = f"{info.name} ({info.description})"

@@ -88,7 +88,7 @@ def type_name(kind: int) -> str:
     import gguf
 
     try:
-        return gguf.GGMLQuantizationType(kind).name.lower()
+        return str(gguf.GGMLQuantizationType(kind).name.lower())
     except ValueError:
         return f"unknown ({kind})"
 
