@@ -232,4 +232,4 @@ def _nbytes(reader: _Reader, shape: tuple[int, ...], kind: int) -> int:
         return -1
     if shape[-1] % block:
         raise reader.fail(f"has rows of {shape[-1]} elements; its quantisation needs a multiple of {block}")
-    return math.prod(shape) // block * size
+    return int(math.prod(shape) // block * size)

@@ -140,7 +140,9 @@ class _Keys:
         if value is None and default is not None:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 31:
-            raise self.error(key, value, f"a whole number of at least {least}" + ("; it is missing" if value is None else ""))
+            raise self.error(
+                key, value, f"a whole number of at least {least}" + ("; it is missing" if value is None else "")
+            )
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

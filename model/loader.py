@@ -73,7 +73,9 @@ class Model:
         with every decode. Raises `ContextError` for bad numbers, `DeviceError` when the memory does not fit.
         """
         if self._trunk is None:
-            raise ModelError("this file holds an MTP block only (mtp-*.gguf); load the main model with draft= this file")
+            raise ModelError(
+                "this file holds an MTP block only (mtp-*.gguf); load the main model with draft= this file"
+            )
         _check_sizes(n_ctx, n_seq_max, n_rs_seq)
         if hidden is not None:
             _check_hidden(hidden)

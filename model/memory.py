@@ -94,7 +94,7 @@ class Memory:
         kv = (shape.n_seq_max, shape.n_ctx, shape.n_head_kv, shape.head_dim)
         conv = (shape.n_seq_max, shape.n_columns, shape.conv_dim)
         state = (shape.n_seq_max, shape.n_slots, shape.n_v_heads, shape.head_v_dim, shape.head_k_dim)
-        wanted = [("kv cache", kv)] * (2 * shape.n_attention)
+        wanted: list[tuple[str, tuple[int, ...]]] = [("kv cache", kv)] * (2 * shape.n_attention)
         wanted += [("conv ring", conv), ("recurrent ring", state)] * shape.n_recurrent
         regions = _regions(device, wanted)
         self.kv = [KVCache(*regions[2 * i : 2 * i + 2]) for i in range(shape.n_attention)]

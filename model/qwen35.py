@@ -148,9 +148,7 @@ def request_head(loader: WeightLoader, file: GGUFFile, hp: HParams) -> HeadKeys:
 def _check_rows(file: GGUFFile, names: tuple[str, ...], want: int) -> None:
     have = sum(file.tensors[n].shape[0] for n in names if n in file.tensors)
     if all(n in file.tensors for n in names) and have != want:
-        raise ModelError(
-            f"{file.path}: {', '.join(names)} have {have} rows together; the metadata ask for {want}"
-        )
+        raise ModelError(f"{file.path}: {', '.join(names)} have {have} rows together; the metadata ask for {want}")
 
 
 def build_trunk(
@@ -233,9 +231,7 @@ def attention_mixer(
         loader.constant(keys.rope), cache.k, cache.v, step, n_tokens=shape.n_tokens, eps=hp.rms_eps,
     )  # fmt: skip
     gate = qg.narrow(2, hp.head_dim, hp.head_dim)
-    mixed = attention(
-        g, q, gate, cache.k, cache.v, step, n_tokens=shape.n_tokens, kv_bound=shape.kv_bound
-    )
+    mixed = attention(g, q, gate, cache.k, cache.v, step, n_tokens=shape.n_tokens, kv_bound=shape.kv_bound)
     return linear(g, mixed, loader.parts(keys.out), residual=x)
 
 

@@ -13,10 +13,12 @@ from typing import Any
 from vkbackend.errors import ContextError, ModelError
 from vkbackend.model.gguf import GGUFFile
 
-_PATTERNS = {
-    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "qwen35": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-}
+# The two differ in whether combining marks belong to words.
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[LETTERS]+|\p{N}| ?[^\sLETTERS\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_PATTERNS = {"qwen2": _SPLIT.replace("LETTERS", r"\p{L}"), "qwen35": _SPLIT.replace("LETTERS", r"\p{L}\p{M}")}
 _CONTROL, _USER_DEFINED = 3, 4
 _END_NAMES = ("<|endoftext|>", "<|im_end|>")
 
@@ -72,11 +74,15 @@ class Tokenizer:
 
         def need(key: str) -> Any:
             if f"tokenizer.ggml.{key}" not in meta:
-                raise ModelError(f"{file.path}: metadata key 'tokenizer.ggml.{key}' is missing: no tokenizer in this file")
+                raise ModelError(
+                    f"{file.path}: metadata key 'tokenizer.ggml.{key}' is missing: no tokenizer in this file"
+                )
             return meta[f"tokenizer.ggml.{key}"]
 
         if need("model") != "gpt2":
-            raise ModelError(f"{file.path}: tokenizer.ggml.model is {need('model')!r}; 'gpt2' (byte-level BPE) is supported")
+            raise ModelError(
+                f"{file.path}: tokenizer.ggml.model is {need('model')!r}; 'gpt2' (byte-level BPE) is supported"
+            )
         pre = meta.get("tokenizer.ggml.pre", "qwen2")
         if pre not in _PATTERNS:
             raise ModelError(f"{file.path}: tokenizer.ggml.pre is {pre!r}; supported are {', '.join(_PATTERNS)}")
@@ -84,7 +90,9 @@ class Tokenizer:
         types = meta.get("tokenizer.ggml.token_type")
         types = [1] * len(tokens) if types is None else [int(t) for t in types]
         if len(types) != len(tokens):
-            raise ModelError(f"{file.path}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
+            raise ModelError(
+                f"{file.path}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
+            )
         eos = meta.get("tokenizer.ggml.eos_token_id")
         if eos is not None and not 0 <= int(eos) < len(tokens):
             raise ModelError(f"{file.path}: tokenizer.ggml.eos_token_id is {eos}; allowed are 0..{len(tokens) - 1}")

@@ -183,7 +183,7 @@ class WeightLoader:
 
 
 def _dtype_name(info: TensorInfo) -> str:
-    return gguf.GGMLQuantizationType(info.type).name.lower()
+    return str(gguf.GGMLQuantizationType(info.type).name.lower())
 
 
 def _upload(device: Device, arena: Buffer, part: _Part) -> Iterator[int]:

@@ -45,7 +45,7 @@ def content_hash(kernel: Kernel, subgroup: bool) -> str:
     return h.hexdigest()[:20]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _sources(name: str) -> tuple[Path, ...]:
     """A shader file and everything it includes, in a fixed order."""
     path = SOURCE_DIR / name

@@ -91,7 +91,7 @@ class Tensor:
     def narrow(self, axis: int, start: int, length: int) -> Tensor:
         """The slice [start, start + length) along one axis, sharing memory."""
         axis %= self.ndim
-        if not (0 <= start and length >= 0 and start + length <= self.shape[axis]):
+        if not (start >= 0 and length >= 0 and start + length <= self.shape[axis]):
             raise VkBackendError(
                 f"slice [{start}, {start + length}) of axis {axis} of '{self.storage.label}': "
                 f"allowed are 0..{self.shape[axis]} (shape {self.shape})"
@@ -128,9 +128,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _reshape_strides(
-    shape: tuple[int, ...], strides: tuple[int, ...], new: tuple[int, ...]
-) -> tuple[int, ...] | None:
+def _reshape_strides(shape: tuple[int, ...], strides: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...] | None:
     if math.prod(shape) != math.prod(new):
         return None
     # Merge old axes into maximal contiguous runs (length, stride), then cut the runs into the new axes.

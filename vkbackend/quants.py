@@ -57,9 +57,7 @@ def _plain(name: str, item: int, decode: Callable[[Bytes], Floats]) -> WeightFor
     def unpack(planes: Sequence[Words], cols: int) -> Floats:
         return decode(np.ascontiguousarray(planes[0].view(np.uint8)[:, : cols * item]))
 
-    return WeightFormat(
-        name, 1, lambda cols: (pad(cols * item, 16),), lambda raw, cols: [as_plane(raw, 16)], unpack
-    )
+    return WeightFormat(name, 1, lambda cols: (pad(cols * item, 16),), lambda raw, cols: [as_plane(raw, 16)], unpack)
 
 
 def _decode_bf16(raw: Bytes) -> Floats:
@@ -86,9 +84,7 @@ def _unpack_q8_0(planes: Sequence[Words], cols: int) -> Floats:
     return (q * d[:, :, None]).reshape(-1, cols)
 
 
-Q8_0 = WeightFormat(
-    "q8_0", 32, lambda cols: (pad(cols, 16), pad(cols // 32 * 2, 4)), _pack_q8_0, _unpack_q8_0
-)
+Q8_0 = WeightFormat("q8_0", 32, lambda cols: (pad(cols, 16), pad(cols // 32 * 2, 4)), _pack_q8_0, _unpack_q8_0)
 
 _FORMATS = {int(gguf.GGMLQuantizationType[f.name.upper()]): f for f in (F32, F16, BF16, Q8_0)}
 

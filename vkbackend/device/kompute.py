@@ -81,7 +81,9 @@ class KomputeDevice:
         try:
             self._manager = kp.Manager(index, [], [])
         except RuntimeError as error:
-            raise DeviceError(f"{self.info.name} ({self.info.description}): Kompute can not open it: {error}") from error
+            raise DeviceError(
+                f"{self.info.name} ({self.info.description}): Kompute can not open it: {error}"
+            ) from error
         # The tensors are kept beside the algorithm: the key holds their ids, which must not be reused.
         self._algorithms: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
         self.pool = RegionPool(self)

@@ -42,9 +42,17 @@ def attention(
     check(gate.shape == q.shape and gate.strides[2] == 1, op, f"gate {gate.shape} must have q's shape {q.shape}")
     check(k_cache.shape == v_cache.shape and k_cache.shape[3] == head_dim, op, f"caches {k_cache.shape}, q {q.shape}")
     check(n_head % k_cache.shape[2] == 0, op, f"{n_head} query heads are not a multiple of {k_cache.shape[2]} kv heads")
-    check(head_dim % 4 == 0 and head_dim <= MAX_DIM, op, f"head_dim is {head_dim}; a multiple of 4 up to {MAX_DIM} is needed")
+    check(
+        head_dim % 4 == 0 and head_dim <= MAX_DIM,
+        op,
+        f"head_dim is {head_dim}; a multiple of 4 up to {MAX_DIM} is needed",
+    )
     check(n_rows == n_tokens * step.shape[1], op, f"{n_rows} rows are not {step.shape[1]} sequences of {n_tokens}")
-    check(n_tokens <= kv_bound <= k_cache.shape[1], op, f"kv_bound is {kv_bound}; allowed are {n_tokens}..{k_cache.shape[1]}")
+    check(
+        n_tokens <= kv_bound <= k_cache.shape[1],
+        op,
+        f"kv_bound is {kv_bound}; allowed are {n_tokens}..{k_cache.shape[1]}",
+    )
     y = g.temp("attention", (n_rows, n_head * head_dim))
     g.add(OP, [q, gate, k_cache, v_cache, step], [y], Attrs(n_tokens, kv_bound))
     return y
@@ -106,19 +114,19 @@ def _cases() -> list[Case]:
             n_head, n_kv = heads
             n_rows = n_tokens * len(n_past)
             slots = np.arange(len(n_past))[::-1].copy()
-            caches = []
-            for _ in range(2):
-                cache = np.full((len(n_past), n_ctx, n_kv, head_dim), np.nan, np.float32)
-                for slot, past in zip(slots, n_past, strict=True):
-                    cache[slot, : past + n_tokens] = b.normal(past + n_tokens, n_kv, head_dim)
-                caches.append(b.state(cache))
+            cache = np.full((2, len(n_past), n_ctx, n_kv, head_dim), np.nan, np.float32)
+            for slot, past in zip(slots, n_past, strict=True):
+                cache[:, slot, : past + n_tokens] = b.normal(2, past + n_tokens, n_kv, head_dim)
+            k_cache, v_cache = (b.state(c) for c in cache)
             qg = b.input(b.normal(n_rows, n_head, 2 * head_dim))
             q = b.input(b.normal(n_rows, n_head, head_dim, scale=2.0))
             step = b.input(np.stack([np.array(n_past), slots]))
             gate = qg.narrow(2, head_dim, head_dim)
-            b.output(attention(b.graph, q, gate, *caches, step, n_tokens=n_tokens, kv_bound=kv_bound or n_ctx))
+            b.output(attention(b.graph, q, gate, k_cache, v_cache, step, n_tokens=n_tokens, kv_bound=kv_bound or n_ctx))
 
-        label = f"n_tokens={n_tokens} n_past={list(n_past)} heads={heads} head_dim={head_dim} kv_bound={kv_bound or n_ctx}"
+        label = (
+            f"n_tokens={n_tokens} n_past={list(n_past)} heads={heads} head_dim={head_dim} kv_bound={kv_bound or n_ctx}"
+        )
         return Case(label, build)
 
     return [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -134,4 +135,3 @@ def nmse(got: Array, want: Array) -> float:
     error = float(np.sum((got64 - want64) ** 2))
     power = float(np.sum(want64**2))
     return error / power if power > 0 else error
-

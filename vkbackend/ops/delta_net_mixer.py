@@ -61,7 +61,7 @@ def delta_net_mixer(
 
     qkv [n_rows, 2 * n_k_heads * dk + n_v_heads * dv], z [n_rows, n_v_heads * dv], alpha, beta [n_rows, n_v_heads]:
     column views of one projection. conv_w [conv_dim, kernel], dt_bias, a [n_v_heads], norm_w [dv]: views of one buffer.
-    conv_ring [n_seq_max, C, conv_dim], state_ring [n_seq_max, R, n_v_heads, dv, dk]. step i32 [2, n_seqs]: n_past and slot.
+    conv_ring [n_seq_max, C, conv_dim], state_ring [n_seq_max, R, n_v_heads, dv, dk]. step i32 [2, n_seqs].
     The state after position p goes to slot p mod R, the raw column of p to column p mod C. v head h uses k head
     h % n_k_heads, or h // (n_v_heads / n_k_heads) when grouped.
     """
@@ -70,13 +70,37 @@ def delta_net_mixer(
     check(dk in HEAD_SIZES, op, f"head size {dk} is not supported; supported are {HEAD_SIZES}")
     check(dv <= MIXER.local_size, op, f"v heads of {dv} are not supported; up to {MIXER.local_size} are")
     n_rows, conv_dim = qkv.shape
-    check(conv_dim == 2 * n_k_heads * dk + n_v_heads * dv, op, f"qkv has {conv_dim} columns for {n_k_heads} x {dk}, {n_v_heads} x {dv}")
-    check(conv_ring.shape[2] == conv_dim and conv_w.shape[0] == conv_dim, op, f"ring {conv_ring.shape}, taps {conv_w.shape}")
-    check(1 <= conv_w.shape[1] <= KERNEL_MAX, op, f"conv kernel of {conv_w.shape[1]} taps; 1..{KERNEL_MAX} are supported")
-    check(conv_ring.shape[1] >= conv_ring_columns(n_slots - 1, conv_w.shape[1]), op, f"conv ring {conv_ring.shape} is too short")
-    check(z.shape == (n_rows, n_v_heads * dv) and alpha.shape == beta.shape == (n_rows, n_v_heads), op, f"z {z.shape}, alpha {alpha.shape}")
-    check(len({t.storage for t in (qkv, z, alpha, beta)}) == 1, op, "qkv, z, alpha, beta must be views of one projection")
-    check(len({id(t.storage.buffer) for t in (conv_w, dt_bias, a, norm_w)}) == 1, op, "conv_w, dt_bias, a, norm_w must lie in one buffer")
+    check(
+        conv_dim == 2 * n_k_heads * dk + n_v_heads * dv,
+        op,
+        f"qkv has {conv_dim} columns for {n_k_heads} x {dk}, {n_v_heads} x {dv}",
+    )
+    check(
+        conv_ring.shape[2] == conv_dim and conv_w.shape[0] == conv_dim,
+        op,
+        f"ring {conv_ring.shape}, taps {conv_w.shape}",
+    )
+    check(
+        1 <= conv_w.shape[1] <= KERNEL_MAX, op, f"conv kernel of {conv_w.shape[1]} taps; 1..{KERNEL_MAX} are supported"
+    )
+    check(
+        conv_ring.shape[1] >= conv_ring_columns(n_slots - 1, conv_w.shape[1]),
+        op,
+        f"conv ring {conv_ring.shape} is too short",
+    )
+    check(
+        z.shape == (n_rows, n_v_heads * dv) and alpha.shape == beta.shape == (n_rows, n_v_heads),
+        op,
+        f"z {z.shape}, alpha {alpha.shape}",
+    )
+    check(
+        len({t.storage for t in (qkv, z, alpha, beta)}) == 1, op, "qkv, z, alpha, beta must be views of one projection"
+    )
+    check(
+        len({id(t.storage.buffer) for t in (conv_w, dt_bias, a, norm_w)}) == 1,
+        op,
+        "conv_w, dt_bias, a, norm_w must lie in one buffer",
+    )
     check(n_rows == n_tokens * step.shape[1], op, f"{n_rows} rows are not {step.shape[1]} sequences of {n_tokens}")
     y = g.temp("delta_net_mixer", (n_rows, n_v_heads * dv))
     inputs = [qkv, z, alpha, beta, conv_w, dt_bias, a, norm_w, conv_ring, state_ring, step]
@@ -160,7 +184,12 @@ def _lower(node: Node, limits: Limits) -> Lowering:
 
 def _cases() -> list[Case]:
     def case(
-        n_tokens: int, n_past: Sequence[int], heads: tuple[int, int], size: tuple[int, int], n_rs: int, grouped: bool = False
+        n_tokens: int,
+        n_past: Sequence[int],
+        heads: tuple[int, int],
+        size: tuple[int, int],
+        n_rs: int,
+        grouped: bool = False,
     ) -> Case:
         def build(b: CaseBuilder) -> None:
             (n_k, n_v), (dk, dv), kernel = heads, size, 4
@@ -168,14 +197,18 @@ def _cases() -> list[Case]:
             widths = (conv_dim, n_v * dv, n_v, n_v)
             x = b.input(b.normal(n_rows, sum(widths)))
             starts = np.cumsum((0, *widths))
-            views = [x.narrow(1, int(at), width) for at, width in zip(starts, widths, strict=False)]
-            params = b.input(
-                np.concatenate(
-                    [b.normal(conv_dim * kernel, scale=0.5), b.uniform(-2, 2, n_v), -b.uniform(0.01, 4, n_v), b.uniform(0.5, 1.5, dv)]
-                )
+            qkv, z, alpha, beta = (x.narrow(1, int(at), n) for at, n in zip(starts, widths, strict=False))
+            parts = (
+                b.normal(conv_dim * kernel, scale=0.5),
+                b.uniform(-2, 2, n_v),
+                -b.uniform(0.01, 4, n_v),
+                b.uniform(0.5, 1.5, dv),
             )
-            cut = np.cumsum((0, conv_dim * kernel, n_v, n_v, dv))
-            w = [params.narrow(0, int(i), int(j - i)) for i, j in zip(cut, cut[1:], strict=False)]
+            params = b.input(np.concatenate(parts))
+            ends = np.cumsum([len(part) for part in parts])
+            conv_w, dt_bias, a, norm_w = (
+                params.narrow(0, int(end) - len(part), len(part)) for end, part in zip(ends, parts, strict=True)
+            )
             slots = np.arange(len(n_past))[::-1] + 1
             rings = []
             for shape in ((conv_ring_columns(n_rs, kernel), conv_dim), (1 + n_rs, n_v, dv, dk)):
@@ -186,12 +219,12 @@ def _cases() -> list[Case]:
                         ring[slot] = np.nan
                 rings.append(b.state(ring))
             step = b.input(np.stack([np.array(n_past), slots]))
-            b.output(
-                delta_net_mixer(
-                    b.graph, *views, w[0].reshape(conv_dim, kernel), *w[1:], *rings, step,
-                    n_tokens=n_tokens, n_k_heads=n_k, eps=1e-6, grouped=grouped,
-                )  # fmt: skip
-            )
+            conv_w = conv_w.reshape(conv_dim, kernel)
+            y = delta_net_mixer(
+                b.graph, qkv, z, alpha, beta, conv_w, dt_bias, a, norm_w, rings[0], rings[1], step,
+                n_tokens=n_tokens, n_k_heads=n_k, eps=1e-6, grouped=grouped,
+            )  # fmt: skip
+            b.output(y)
 
         label = f"n_tokens={n_tokens} n_past={list(n_past)} heads={heads} sizes={size} n_rs_seq={n_rs}"
         return Case(label + (" grouped" if grouped else ""), build)

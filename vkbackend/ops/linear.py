@@ -78,7 +78,9 @@ def linear(
         inputs.append(norm)
     if residual is not None:
         check(
-            residual.shape == y.shape and residual.strides[1] == 1, "linear", f"residual {residual.shape} is not {y.shape}"
+            residual.shape == y.shape and residual.strides[1] == 1,
+            "linear",
+            f"residual {residual.shape} is not {y.shape}",
         )
         inputs.append(residual)
     g.add(OP, [*inputs, *parts], [y], Attrs(norm is not None, residual is not None, swiglu, eps))
@@ -216,9 +218,7 @@ def _cases() -> list[Case]:
             parts = [b.weight(b.normal(r, n_in, scale=n_in**-0.5), f) for r, f in zip(rows, fmts, strict=True)]
             w_norm = b.input(b.uniform(0.5, 1.5, n_in)) if norm else None
             residual = b.input(b.normal(n, sum(rows))) if after == "residual" else None
-            b.output(
-                linear(b.graph, x, parts, norm=w_norm, eps=1e-6, residual=residual, swiglu=after == "swiglu")
-            )
+            b.output(linear(b.graph, x, parts, norm=w_norm, eps=1e-6, residual=residual, swiglu=after == "swiglu"))
 
         what = ",".join(f"{r}x{n_in} {f}" for r, f in zip(rows, fmts, strict=True))
         return Case(f"n={n} {what}{' norm' if norm else ''} {after}".rstrip(), build)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vkbackend.device.base import Limits
-from vkbackend.graph import I32, Graph, Node, Tensor
+from vkbackend.graph import Graph, Node, Tensor
 from vkbackend.ops.case import Case, CaseBuilder
 from vkbackend.ops.op import Array, At, Bind, Dispatch, Kernel, Lowering, Op, check, spread
 
@@ -65,12 +65,20 @@ def rope_kv_write(
     n_rows, n_head, two_dim = qg.shape
     head_dim = two_dim // 2
     op = "rope_kv_write"
-    check(k.shape == v.shape and k.shape[0] == n_rows and k.shape[2] == head_dim, op, f"k {k.shape}, v {v.shape}, qg {qg.shape}")
+    check(
+        k.shape == v.shape and k.shape[0] == n_rows and k.shape[2] == head_dim,
+        op,
+        f"k {k.shape}, v {v.shape}, qg {qg.shape}",
+    )
     check(qg.storage is k.storage and k.storage is v.storage, op, "qg, k and v must be views of one projection")
     check(q_norm.shape == k_norm.shape == (head_dim,), op, f"norms must have shape ({head_dim},)")
     check(q_norm.storage.buffer is k_norm.storage.buffer, op, "q_norm and k_norm must lie in one buffer")
     check(0 < 2 * table.shape[0] <= head_dim, op, f"{2 * table.shape[0]} rotated dims do not fit a head of {head_dim}")
-    check(k_cache.shape == v_cache.shape and k_cache.shape[2:] == k.shape[1:], op, f"caches {k_cache.shape} do not fit k {k.shape}")
+    check(
+        k_cache.shape == v_cache.shape and k_cache.shape[2:] == k.shape[1:],
+        op,
+        f"caches {k_cache.shape} do not fit k {k.shape}",
+    )
     check(n_rows == n_tokens * step.shape[1], op, f"{n_rows} rows are not {step.shape[1]} sequences of {n_tokens}")
     q = g.temp("q", (n_rows, n_head, head_dim))
     inputs = [qg, k, v, q_norm, k_norm, table, k_cache, v_cache, step]
@@ -122,14 +130,16 @@ def _lower(node: Node, limits: Limits) -> Lowering:
 
 
 def _cases() -> list[Case]:
-    def case(n_tokens: int, n_past: Sequence[int], heads: tuple[int, int], head_dim: int, n_rot: int, n_ctx: int) -> Case:
+    def case(
+        n_tokens: int, n_past: Sequence[int], heads: tuple[int, int], head_dim: int, n_rot: int, n_ctx: int
+    ) -> Case:
         def build(b: CaseBuilder) -> None:
             n_head, n_kv = heads
             n_rows = n_tokens * len(n_past)
             x = b.input(b.normal(n_rows, (2 * n_head + 2 * n_kv) * head_dim))
             w, kv = 2 * n_head * head_dim, n_kv * head_dim
             norms = b.input(b.uniform(0.5, 1.5, 2, head_dim))
-            caches = [b.state(None, (len(n_past) + 1, n_ctx, n_kv, head_dim)) for _ in range(2)]
+            k_cache, v_cache = (b.state(None, (len(n_past) + 1, n_ctx, n_kv, head_dim)) for _ in range(2))
             q = rope_kv_write(
                 b.graph,
                 x.narrow(1, 0, w).reshape(n_rows, n_head, 2 * head_dim),
@@ -138,7 +148,8 @@ def _cases() -> list[Case]:
                 norms.narrow(0, 0, 1).reshape(head_dim),
                 norms.narrow(0, 1, 1).reshape(head_dim),
                 b.input(rope_table(n_rot, 1e7)),
-                *caches,
+                k_cache,
+                v_cache,
                 b.input(np.stack([n_past, np.arange(len(n_past))[::-1] + 1])),
                 n_tokens=n_tokens,
                 eps=1e-6,
