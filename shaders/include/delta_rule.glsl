@@ -14,7 +14,7 @@ float delta_step(uint shared_at, float decay, float v, float beta, float k_scale
     vec4 sum = vec4(0.0);
     for (uint i = 0u; i < DK / 4u; ++i) {
 #ifdef KDA
-        state[i] *= decay_shared[i];
+        state[i] *= decay_shared[shared_at + i];
 #else
         state[i] *= decay;
 #endif
