@@ -30,8 +30,9 @@ _RESULT_64_WAIT = 0x1 | 0x2
 class VulkanRecording:
     """A recorded command buffer. One `run` is one submission and one wait."""
 
-    def __init__(self, session: Session, job: Job, queries: Any, n_queries: int) -> None:
-        self._session = session
+    def __init__(self, device: VulkanDevice, job: Job, queries: Any, n_queries: int) -> None:
+        self._device = device  # a program that is still used keeps its device open
+        self._session = device.session
         self._job = job
         self._queries = queries
         self._n_queries = n_queries
@@ -67,14 +68,14 @@ class VulkanDevice:
     holds_packed_weights = True
 
     def __init__(self, index: int = 0, subgroups: bool = True, unified: bool | None = None) -> None:
-        self._session = Session(index)
+        self.session = session = Session(index)
         # Also when nobody calls close(): at garbage collection or at exit, whichever is first.
-        weakref.finalize(self, self._session.close)
-        found = self._session.info
+        weakref.finalize(self, session.close)
+        found = session.info
         self.subgroups = subgroups and uses_subgroups(found.limits)
         self.info: DeviceInfo = replace(found, limits=replace(found.limits, subgroup_arithmetic=self.subgroups))
-        self._memory = Memory(self._session, unified)
-        self._pipelines = Pipelines(self._session, self.subgroups)
+        self.memory = Memory(session, unified)
+        self.pipelines = Pipelines(session, self.subgroups)
         self.pool = RegionPool(self)
 
     # ---- memory
@@ -82,29 +83,29 @@ class VulkanDevice:
     @property
     def allocated_bytes(self) -> int:
         """Bytes of device and host memory that this device holds now."""
-        return self._memory.n_bytes
+        return self.memory.n_bytes
 
     def allocate(self, n_words: int, dtype: str = F32, label: str = "") -> VulkanBuffer:
         check_allocation(n_words, label, self.info)
-        return self._memory.buffer(n_words, label)
+        return self.memory.buffer(n_words, label)
 
     def host_region(self, n_words: int, label: str) -> VulkanHostRegion:
         check_allocation(n_words, label, self.info)
-        return self._memory.host_region(n_words, label)
+        return self.memory.host_region(n_words, label)
 
     def upload(self, buffer: Buffer, offset: int, data: Array) -> None:
         words = as_words(data)
-        self._memory.upload(self._checked(buffer, offset, words.size), offset, words)
+        self.memory.upload(self._checked(buffer, offset, words.size), offset, words)
 
     def download(self, buffer: Buffer, offset: int, n_words: int) -> Words:
-        return self._memory.download(self._checked(buffer, offset, n_words), offset, n_words)
+        return self.memory.download(self._checked(buffer, offset, n_words), offset, n_words)
 
     def fill(self, buffer: Buffer, offset: int, n_words: int, word: int) -> None:
-        self._memory.fill(self._checked(buffer, offset, n_words), offset, n_words, word)
+        self.memory.fill(self._checked(buffer, offset, n_words), offset, n_words, word)
 
     def copy(self, source: Buffer, source_at: int, target: Buffer, target_at: int, n_words: int) -> None:
         from_buffer = self._checked(source, source_at, n_words)
-        self._memory.copy(from_buffer, source_at, self._checked(target, target_at, n_words), target_at, n_words)
+        self.memory.copy(from_buffer, source_at, self._checked(target, target_at, n_words), target_at, n_words)
 
     def _checked(self, buffer: Any, offset: int, n_words: int) -> VulkanBuffer:
         if offset < 0 or n_words < 0 or offset + n_words > buffer.n_words:
@@ -127,13 +128,13 @@ class VulkanDevice:
         used: tuple[int, int] | None = None,
     ) -> VulkanRecording:
         """Records levels with one barrier between two of them. `used`: the words of both regions to copy (all)."""
-        session, memory = self._session, self._memory
+        session, memory = self.session, self.memory
         if timestamps and not (session.found.timestamp_ns and session.timestamp_bits):
             raise DeviceError(f"{self.info.name}: this device has no timestamps; compile with timestamps=False")
         n_in, n_out = used or (inputs.n_words, outputs.n_words)
         with session.lock:
             session.require_usable()
-            self._pipelines.prepare(_key(command) for level in levels for command in level)
+            self.pipelines.prepare(_key(command) for level in levels for command in level)
             job = Job(session)
             n_queries = len(levels) + 1 if timestamps else 0
             queries = self._query_pool(job, n_queries)
@@ -156,15 +157,15 @@ class VulkanDevice:
                 _record_region(memory, job, outputs, n_out, to_device=False)
             memory.barrier(job, WORK, HOST)
             job.end()
-            return VulkanRecording(session, job, queries, n_queries)
+            return VulkanRecording(self, job, queries, n_queries)
 
     def _record_dispatch(
         self, job: Job, command: Command, bound: tuple[Pipeline | None, DescriptorSet | None]
     ) -> tuple[Pipeline, DescriptorSet]:
         """Records one dispatch; binds only what the dispatch before did not."""
-        ffi, lib = self._session.ffi, self._session.lib
-        pipeline = self._pipelines.get(_key(command))
-        descriptors = self._pipelines.descriptors([_on_device(b) for b in command.buffers])
+        ffi, lib = self.session.ffi, self.session.lib
+        pipeline = self.pipelines.get(_key(command))
+        descriptors = self.pipelines.descriptors([_on_device(b) for b in command.buffers])
         last_pipeline, last_descriptors = bound
         if pipeline is not last_pipeline:
             lib.vkCmdBindPipeline(job.commands, _BIND_COMPUTE, pipeline.handle)
@@ -180,7 +181,7 @@ class VulkanDevice:
         return pipeline, descriptors
 
     def _query_pool(self, job: Job, n_queries: int) -> Any:
-        session = self._session
+        session = self.session
         ffi, lib, device = session.ffi, session.lib, session.device
         if not n_queries:
             return None
@@ -199,11 +200,11 @@ class VulkanDevice:
 
     def _stamp(self, job: Job, queries: Any, index: int) -> None:
         if queries is not None:
-            self._session.lib.vkCmdWriteTimestamp(job.commands, _AT_BOTTOM, queries, index)
+            self.session.lib.vkCmdWriteTimestamp(job.commands, _AT_BOTTOM, queries, index)
 
     def close(self) -> None:
         """Frees everything and keeps the pipeline cache for the next time. May be called again."""
-        self._session.close()
+        self.session.close()
 
 
 def _key(command: Command) -> PipelineKey:

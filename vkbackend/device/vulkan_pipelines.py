@@ -286,18 +286,23 @@ class Pipelines:
         session.keep(lambda: lib.vkDestroyPipelineCache(device, out[0], ffi.NULL))
         return out[0]
 
+    def cache_data(self) -> bytes:
+        """What the driver keeps of the pipelines made so far; empty when it can not say."""
+        ffi, lib, device = self._session.ffi, self._session.lib, self._session.device
+        size = ffi.new("size_t*")
+        if lib.vkGetPipelineCacheData(device, self._cache, size, ffi.NULL):
+            return b""
+        data = ffi.new("char[]", size[0])
+        if lib.vkGetPipelineCacheData(device, self._cache, size, data):
+            return b""
+        return bytes(ffi.buffer(data, size[0]))
+
     def save(self) -> None:
         """Writes the cache file if pipelines were made since the last time. A full or read-only disk is no error."""
         if len(self._pipelines) == self._n_saved:
             return
-        ffi, lib, device = self._session.ffi, self._session.lib, self._session.device
-        size = ffi.new("size_t*")
-        if lib.vkGetPipelineCacheData(device, self._cache, size, ffi.NULL):
-            return
-        data = ffi.new("char[]", size[0])
-        if lib.vkGetPipelineCacheData(device, self._cache, size, data):
-            return
-        _write_checked(self._path, bytes(ffi.buffer(data, size[0])))
+        if data := self.cache_data():
+            _write_checked(self._path, data)
         self._n_saved = len(self._pipelines)
 
 

@@ -19,7 +19,6 @@ from vkbackend.errors import DeviceError
 WAIT_SLICE_NS = 20_000_000  # Python sees Ctrl-C between two slices; the thread sleeps within one
 _SUCCESS, _TIMEOUT, _DEVICE_LOST = 0, 2, -4
 _QUEUE_COMPUTE = 0x2
-_RESET_COMMANDS = 0x2  # VK_COMMAND_POOL_CREATE_RESET_COMMAND_BUFFER_BIT
 _ALSO_ENABLED = ("VK_KHR_portability_subset", "VK_EXT_memory_budget")
 _RESULTS = {
     -1: "out of host memory",
@@ -200,9 +199,9 @@ class Session:
         code = wait(device, 1, fences, 1, WAIT_SLICE_NS)
         while code == _TIMEOUT:
             code = wait(device, 1, fences, 1, WAIT_SLICE_NS)
-        self._in_flight.discard(job)
-        if code:
+        if code:  # the job may still run: `settle` or `close` waits for it
             raise self.error(code, "waiting for submitted work")
+        self._in_flight.discard(job)
 
     def settle(self) -> None:
         """Makes memory safe to touch from the host: an interrupted wait leaves its work running on the device.
@@ -233,12 +232,12 @@ class Job:
             "VkCommandPoolCreateInfo*",
             {
                 "sType": vk.VK_STRUCTURE_TYPE_COMMAND_POOL_CREATE_INFO,
-                "flags": _RESET_COMMANDS,
                 "queueFamilyIndex": session.family,
             },
         )
         session.check(lib.vkCreateCommandPool(device, pool_info, ffi.NULL, pool), "making a command pool")
         session.own(self, lambda: lib.vkDestroyCommandPool(device, pool[0], ffi.NULL))
+        self._pool = pool[0]
         self._commands = ffi.new("VkCommandBuffer*")
         buffer_info = ffi.new(
             "VkCommandBufferAllocateInfo*",
@@ -267,11 +266,11 @@ class Job:
 
     def begin(self) -> None:
         """Starts (or starts again) recording; the job must not be running."""
-        vk = self._session.vk
-        info = self._session.ffi.new(
-            "VkCommandBufferBeginInfo*", {"sType": vk.VK_STRUCTURE_TYPE_COMMAND_BUFFER_BEGIN_INFO}
-        )
-        self._session.check(self._session.lib.vkBeginCommandBuffer(self.commands, info), "beginning a recording")
+        session = self._session
+        lib, kind = session.lib, session.vk.VK_STRUCTURE_TYPE_COMMAND_BUFFER_BEGIN_INFO
+        session.check(lib.vkResetCommandPool(session.device, self._pool, 0), "emptying a recording")
+        info = session.ffi.new("VkCommandBufferBeginInfo*", {"sType": kind})
+        session.check(lib.vkBeginCommandBuffer(self.commands, info), "beginning a recording")
 
     def end(self) -> None:
         self._session.check(self._session.lib.vkEndCommandBuffer(self.commands), "ending a recording")
