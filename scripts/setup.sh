@@ -34,7 +34,7 @@ PY
     done
 }
 
-vulkan_driver() { ls /usr/share/vulkan/icd.d/*.json /etc/vulkan/icd.d/*.json "${VK_DRIVER_FILES:-/nonexistent}" 2>/dev/null | grep -q .; }
+vulkan_driver() { [ -n "$(ls /usr/share/vulkan/icd.d/*.json /etc/vulkan/icd.d/*.json "${VK_DRIVER_FILES:-}" 2>/dev/null)" ]; }
 
 missing=()
 if command -v dpkg >/dev/null; then
