@@ -138,7 +138,8 @@ class MTPSpeculator:
         rows = self.verify_h[seq]
         if len(rows) == 0 or n_accepted < 0:
             raise ContextError(
-                f"draft-mtp: accept({seq}, {n_accepted}) needs a processed batch of that sequence and a count of 0 or more"
+                f"draft-mtp: accept({seq}, {n_accepted}) needs a processed batch of that sequence and "
+                "a count of 0 or more"
             )
         self.pending_h[seq] = rows[min(n_accepted, len(rows) - 1)]
 

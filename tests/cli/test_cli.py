@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ from fixture_paths import fixture
 import vkbackend as vkb
 from vkbackend import cli
 from vkbackend.cli import common
+from vkbackend.cli.chat import chat_prompt
 from vkbackend.errors import DeviceError
 from vkbackend.model import loader
 from vkbackend.model.loader import Model, load
@@ -148,6 +150,22 @@ def test_chat_keeps_control_tokens_of_the_user_as_text(
     assert (seen[0].count(start), seen[0].count(end)) == (2, 1)
 
 
+def test_a_chat_template_is_used(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}"
+    template += "{% if add_generation_prompt %}>>{% endif %}"
+    monkeypatch.setattr(model.tokenizer, "chat_template", template)
+    assert model.tokenizer.decode(chat_prompt(model.tokenizer, "a [b]\n")) == "[user]a [b]\n>>"
+    for bad in (
+        "{{ raise_exception('no') }}",
+        "{% nonsense %}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "fixed text",
+    ):
+        monkeypatch.setattr(model.tokenizer, "chat_template", bad)
+        with pytest.raises(vkb.ModelError, match="chat_template"):
+            chat_prompt(model.tokenizer, "a")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -167,7 +185,7 @@ def test_chat_keeps_control_tokens_of_the_user_as_text(
         (["generate", "-m", "x", "-p", "x", "--spec-type", "draft-mtp", "--spec-draft-n-max", "0"], "n_max is 0"),
         (["generate", "-m", "x", "--prompt-ids", "1,a"], "1,a"),
         (["generate", "-m", "x", "--chat", "--prompt-ids", "1"], "--chat"),
-        (["generate", "--hf-repo", "a/b", "-p", "x"], "--hf-repo"),
+        (["generate", "--hf-repo", "a", "-p", "x"], "OWNER/NAME"),
         (["test-ops", "--op", "no_such_op"], "no_such_op"),
         (["test-ops", "--variant", "odd"], "odd"),
         (["bench", "-m", "x", "-r", "0"], "-r is 0"),
@@ -218,7 +236,7 @@ def test_the_draft_file_is_given_or_found_beside_the_model(run: Run, monkeypatch
         return original(path, draft=draft, **rest)
 
     monkeypatch.setattr(loader, "load", spy)
-    monkeypatch.setattr("vkbackend.spec.draft_files.find_draft", lambda path: draft)
+    monkeypatch.setattr("vkbackend.spec.model_files.find_draft", lambda path: draft)
     assert json.loads(run("generate", "-m", main, *options)[1])["tokens"] == inside["tokens"]
     assert run("generate", "-m", main, *options, "--spec-type", "none")[0] == 0
     assert loaded == [draft, None]
@@ -350,6 +368,14 @@ def test_importing_does_nothing(tmp_path: Path) -> None:
         "from vkbackend import *\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=os.environ)
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    try:
+        installed = importlib.metadata.version("vkbackend")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("vkbackend is not installed")
+    assert vkb.__version__ == installed
 
 
 def test_unknown_names_are_errors() -> None:

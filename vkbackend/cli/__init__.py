@@ -1,6 +1,7 @@
 """The command line: `vkbackend SUBCOMMAND ...`. One module per sub-command, each with `add` and `run`.
 
-Exit status: 0 done, 1 the job failed (one line on stderr says what, why and what to do), 2 wrong usage, 130 interrupted.
+Exit status: 0 done, 1 the job failed (one line on stderr says what, why and what to do), 2 wrong usage, 130
+interrupted.
 """
 
 from __future__ import annotations

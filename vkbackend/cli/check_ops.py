@@ -81,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"{len(results) - len(failed)} of {len(results)} cases passed")
     if failed:
         print(
-            f"vkbackend test-ops: {len(failed)} of {len(results)} cases failed on {described}; repeat with --seed {seed}",
+            f"vkbackend test-ops: {len(failed)} of {len(results)} cases failed on {described}; "
+            f"repeat with --seed {seed}",
             file=sys.stderr,
         )
     return 1 if failed else 0

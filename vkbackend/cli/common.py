@@ -37,10 +37,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("-m", "--model", metavar="FILE", type=Path, help="GGUF file")
     source.add_argument("--demo", action="store_true", help="the small model that comes with vkbackend")
-    source.add_argument("--hf-repo", metavar="OWNER/NAME[:QUANT]", help="a repository on Hugging Face (comes later)")
+    source.add_argument("--hf-repo", metavar="OWNER/NAME[:QUANT]", help="a repository on Hugging Face: downloaded once")
     parser.add_argument(
         "--model-draft", metavar="FILE", type=Path, help="GGUF file with the MTP block, if not in the model's"
     )
+    parser.add_argument("--hf-file", metavar="NAME", help="this file of the repository")
+    parser.add_argument("--offline", action="store_true", help="use what was downloaded before, ask no server")
     add_device(parser)
 
 
@@ -96,16 +98,18 @@ def load_model(args: argparse.Namespace) -> Model:
 
     For draft-mtp, a file without MTP block is joined by the mtp-*.gguf beside it, if there is one.
     """
-    from vkbackend.cli import UsageError
+    from vkbackend.cli.hub import fetch
     from vkbackend.model.loader import load
-    from vkbackend.spec.draft_files import find_draft
+    from vkbackend.spec.model_files import find_draft
 
+    needs_block = args.model_draft is None and "draft-mtp" in args.spec_type.split(",")
+    draft: Path | None = args.model_draft
     if args.hf_repo:
-        raise UsageError("--hf-repo is not available yet; download the GGUF file and give it with -m")
-    path = demo_model() if args.demo else args.model
-    draft = args.model_draft
-    if draft is None and "draft-mtp" in args.spec_type.split(","):
-        draft = find_draft(path)
+        path, found = fetch(args.hf_repo, args.hf_file, args.offline, needs_block)
+        draft = draft or found
+    else:
+        path = demo_model() if args.demo else args.model
+        draft = draft or (find_draft(path) if needs_block else None)
     return load(path, device=args.device, draft=draft, progress=Progress() if sys.stderr.isatty() else None)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from vkbackend.cli.chat import chat_prompt
 from vkbackend.cli.common import (
     Commands,
     add_command,
@@ -18,12 +18,6 @@ from vkbackend.cli.common import (
     speculator,
     usage,
 )
-
-if TYPE_CHECKING:
-    from vkbackend.model.tokenizer import Tokenizer
-
-# One user turn in the format that the models of this family were trained on.
-CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def add(commands: Commands) -> None:
@@ -83,8 +77,9 @@ def run(args: argparse.Namespace) -> int:
     ids = _parse_ids(args.prompt_ids) if args.prompt_ids is not None else None
     text = args.prompt if args.file is None else read_text(args.file)
     model = load_model(args)
-    prompt = ids if ids is not None else _encode(model.tokenizer, text, args.chat)
-    pieces = stream(model, prompt, args.n_predict, sampling, spec, args.stop, args.ctx_size, args.ignore_eos)
+    if ids is None:
+        ids = chat_prompt(model.tokenizer, text) if args.chat else model.tokenizer.encode(text)
+    pieces = stream(model, ids, args.n_predict, sampling, spec, args.stop, args.ctx_size, args.ignore_eos)
     if not args.json:
         # What the terminal's encoding lacks must not end the text.
         if hasattr(sys.stdout, "reconfigure"):
@@ -108,14 +103,6 @@ def run(args: argparse.Namespace) -> int:
             }
         )
     return 0
-
-
-def _encode(tokenizer: Tokenizer, text: str, chat: bool) -> list[int]:
-    if not chat:
-        return tokenizer.encode(text)
-    # The user's text is plain text: control tokens written in it stay text.
-    before, after = CHAT.split("{}")
-    return [*tokenizer.encode(before), *tokenizer.encode(text, parse_special=False), *tokenizer.encode(after)]
 
 
 def _parse_ids(text: str) -> list[int]:

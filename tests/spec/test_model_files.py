@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from vkbackend.errors import ModelError
-from vkbackend.spec import draft_files
-from vkbackend.spec.draft_files import choose_draft, file_type, find_draft, is_main_file, type_bits
+from vkbackend.spec import model_files
+from vkbackend.spec.model_files import choose_draft, choose_main, file_type, find_draft, is_main_file, type_bits
 
 
 @pytest.mark.parametrize(
@@ -78,4 +78,35 @@ def test_beside_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no\.gguf"):
-        draft_files.find_draft(tmp_path / "no.gguf")
+        model_files.find_draft(tmp_path / "no.gguf")
+
+
+NAMES = [
+    "README.md", "mmproj-F16.gguf", "x-Q8_0.gguf", "x-Q4_K_M.gguf", "x-UD-Q4_K_XL.gguf", "x-BF16.gguf",
+    "mtp-x-Q8_0.gguf", "old/a-Q4_K_M.gguf",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("quant", "chosen"),
+    [("", "x-Q4_K_M.gguf"), ("q8_0", "x-Q8_0.gguf"), ("UD-Q4_K_XL", "x-UD-Q4_K_XL.gguf"), ("Q4_K_M", "x-Q4_K_M.gguf")],
+)
+def test_the_main_file(quant: str, chosen: str) -> None:
+    assert choose_main(NAMES, quant) == chosen
+
+
+def test_the_main_file_without_the_usual_type() -> None:
+    assert choose_main(["b-Q8_0.gguf", "a-Q6_K.gguf", "mtp-a-Q4_K_M.gguf"]) == "a-Q6_K.gguf"
+
+
+@pytest.mark.parametrize(
+    ("names", "quant", "message"),
+    [
+        (["mmproj.gguf", "a.txt"], "", "o/n: there is no GGUF"),
+        (NAMES, "q3_k_s", "'q3_k_s'.*bf16, q4_k_m, q8_0"),
+        (["x-Q4_K_M-00001-of-00002.gguf", "x-Q4_K_M-00002-of-00002.gguf"], "", "split"),
+    ],
+)
+def test_no_main_file(names: list[str], quant: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        choose_main(names, quant, "o/n")
