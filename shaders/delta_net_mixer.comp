@@ -78,10 +78,10 @@ void main() {
     uint slot_words4 = push.n_v_heads * push.dv * DK / 4u;
     uint row4 = (head * push.dv + min(me, push.dv - 1u)) * (DK / 4u);
     uint ring4 = push.state_ring_at / 4u + slot * push.n_slots * slot_words4 + row4;
-    for (uint i = 0u; i < DK / 4u; ++i) { state[i] = vec4(0.0); }
+    [[unroll]] for (uint i = 0u; i < DK / 4u; ++i) { state[i] = vec4(0.0); }
     if (n_past > 0u) {
         uint at = ring4 + (n_past - 1u) % push.n_slots * slot_words4;
-        for (uint i = 0u; i < DK / 4u; ++i) { state[i] = state_ring[at + i]; }
+        [[unroll]] for (uint i = 0u; i < DK / 4u; ++i) { state[i] = state_ring[at + i]; }
     }
     float rate = w[push.a_at + head], bias = w[push.dt_at + head];
     float norm_w = has_v ? w[push.norm_at + me] : 0.0;
@@ -111,7 +111,7 @@ void main() {
         barrier();
         // Every invocation sums the squares itself: cheaper than the barriers of a shared sum.
         vec4 kk = vec4(0.0), qq = vec4(0.0);
-        for (uint i = 0u; i < DK / 4u; ++i) {
+        [[unroll]] for (uint i = 0u; i < DK / 4u; ++i) {
             vec4 k = k_shared[half_at + i], q = q_shared[half_at + i];
             kk = fma(k, k, kk);
             qq = fma(q, q, qq);
@@ -124,7 +124,7 @@ void main() {
         float o = delta_step(half_at, exp(softplus * rate), v, beta, k_scale, q_scale);
         if (has_v && t + push.n_slots >= push.n_tokens) {
             uint at = ring4 + position % push.n_slots * slot_words4;
-            for (uint i = 0u; i < DK / 4u; ++i) { state_ring[at + i] = state[i]; }
+            [[unroll]] for (uint i = 0u; i < DK / 4u; ++i) { state_ring[at + i] = state[i]; }
         }
         float mean = workgroup_add(has_v ? o * o : 0.0) / float(push.dv);
         if (has_v) {

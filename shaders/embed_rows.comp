@@ -23,8 +23,8 @@ void main() {
     uvec3 planes = uvec3(push.plane_0, push.plane_1, push.plane_2);
     for (uint chunk = gl_LocalInvocationIndex; chunk * 16u < push.n_embd; chunk += LOCAL_SIZE) {
         vec4 w[4];
-        load_chunk(planes, push.n_embd, row, chunk, w);
+        float factor = load_chunk(planes, push.n_embd, row, chunk, w);
         uint at = push.y_at + t * push.y_row + chunk * 16u;
-        for (uint i = 0u; i < 16u; ++i) { y[at + i] = w[i / 4u][i % 4u]; }
+        [[unroll]] for (uint i = 0u; i < 16u; ++i) { y[at + i] = w[i / 4u][i % 4u] * factor; }
     }
 }

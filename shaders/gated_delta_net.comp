@@ -38,7 +38,7 @@ void main() {
     uint k_base = push.k_at + s_qk * push.k_seq + head_qk * push.k_head;
     uint row = min(me, DK - 1u);
     uint head_words = DK * DK;
-    for (uint i = 0u; i < DK / 4u; ++i) {
+    [[unroll]] for (uint i = 0u; i < DK / 4u; ++i) {
         uint at = push.state_at + s * push.state_seq + head * head_words + row * DK + 4u * i;
         state[i] = vec4(state_in[at], state_in[at + 1u], state_in[at + 2u], state_in[at + 3u]);
     }
@@ -63,7 +63,7 @@ void main() {
             int slot = int(t) - (int(push.n_tokens) - int(push.snapshots));
             if (slot >= 0) {
                 uint at = snapshots_at + ((uint(slot) * push.n_seqs + s) * push.n_heads + head) * head_words + me * DK;
-                for (uint i = 0u; i < DK; ++i) { result[at + i] = state[i / 4u][i % 4u]; }
+                [[unroll]] for (uint i = 0u; i < DK; ++i) { result[at + i] = state[i / 4u][i % 4u]; }
             }
         }
     }

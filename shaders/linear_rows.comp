@@ -11,6 +11,7 @@
 // beside the products.
 layout(constant_id = 0) const uint TOKENS = 1u;
 layout(constant_id = 1) const uint N_R = 1u;
+layout(constant_id = 2) const uint AHEAD = 1u;
 
 layout(local_size_x = LOCAL_SIZE) in;
 layout(binding = 0) readonly buffer Weights { uint w_words[]; };
@@ -38,40 +39,52 @@ void team_rows(uint first) {
     uvec3 planes = uvec3(push.plane_0, push.plane_1, push.plane_2);
     float sums[N_R][TOKENS];
     float squares[TOKENS];
-    for (uint t = 0u; t < TOKENS; ++t) {
+    [[unroll]] for (uint t = 0u; t < TOKENS; ++t) {
         squares[t] = 0.0;
-        for (uint r = 0u; r < N_R; ++r) { sums[r][t] = 0.0; }
+        [[unroll]] for (uint r = 0u; r < N_R; ++r) { sums[r][t] = 0.0; }
     }
     uint n_chunks = push.n_in / 16u;
-    for (uint chunk = LANE; chunk < n_chunks; chunk += LANES) {
-        vec4 w[N_R][4];
-        for (uint r = 0u; r < N_R; ++r) {
-            // Teams past the last row compute it again and write nothing: control flow stays uniform.
-            load_chunk(planes, push.n_in, min(first + r, push.n_out - 1u), chunk, w[r]);
+    for (uint chunk = LANE; chunk < n_chunks; chunk += LANES * AHEAD) {
+        // Loads of AHEAD chunks are under way before the first is used; the order of the sums stays the same.
+        vec4 w[AHEAD][N_R][4];
+        float factor[AHEAD][N_R];
+        [[unroll]] for (uint a = 0u; a < AHEAD; ++a) {
+            [[unroll]] for (uint r = 0u; r < N_R; ++r) {
+                // Past the end of a row or of the matrix something is loaded again and not used.
+                uint from = min(chunk + a * LANES, n_chunks - 1u);
+                factor[a][r] = load_chunk(planes, push.n_in, min(first + r, push.n_out - 1u), from, w[a][r]);
+            }
         }
-        for (uint t = 0u; t < TOKENS; ++t) {
-            uint x_quad = (push.x_at + t * push.x_row) / 4u + chunk * 4u;
-            for (uint i = 0u; i < 4u; ++i) {
-                vec4 v = x_quads[x_quad + i];
+        [[unroll]] for (uint a = 0u; a < AHEAD; ++a) {
+            uint c = chunk + a * LANES;
+            if (c >= n_chunks) { break; }
+            [[unroll]] for (uint t = 0u; t < TOKENS; ++t) {
+                uint x_quad = (push.x_at + t * push.x_row) / 4u + c * 4u;
+                float part[N_R];
+                [[unroll]] for (uint r = 0u; r < N_R; ++r) { part[r] = 0.0; }
+                [[unroll]] for (uint i = 0u; i < 4u; ++i) {
+                    vec4 v = x_quads[x_quad + i];
 #ifdef NORM
-                squares[t] = fma(v.x, v.x, fma(v.y, v.y, fma(v.z, v.z, fma(v.w, v.w, squares[t]))));
-                v *= norm_quads[push.norm_at / 4u + chunk * 4u + i];
+                    squares[t] = fma(v.x, v.x, fma(v.y, v.y, fma(v.z, v.z, fma(v.w, v.w, squares[t]))));
+                    v *= norm_quads[push.norm_at / 4u + c * 4u + i];
 #endif
-                for (uint r = 0u; r < N_R; ++r) {
-                    vec4 q = w[r][i];
-                    sums[r][t] = fma(q.x, v.x, fma(q.y, v.y, fma(q.z, v.z, fma(q.w, v.w, sums[r][t]))));
+                    [[unroll]] for (uint r = 0u; r < N_R; ++r) {
+                        vec4 q = w[a][r][i];
+                        part[r] = fma(q.x, v.x, fma(q.y, v.y, fma(q.z, v.z, fma(q.w, v.w, part[r]))));
+                    }
                 }
+                [[unroll]] for (uint r = 0u; r < N_R; ++r) { sums[r][t] = fma(part[r], factor[a][r], sums[r][t]); }
             }
         }
     }
-    for (uint t = 0u; t < TOKENS; ++t) {
+    [[unroll]] for (uint t = 0u; t < TOKENS; ++t) {
 #ifdef NORM
         float scale = inversesqrt(team_add(squares[t]) / float(push.n_in) + push.eps);
 #else
         const float scale = 1.0;
 #endif
 #ifdef SWIGLU
-        for (uint r = 0u; r < N_R; r += 2u) {
+        [[unroll]] for (uint r = 0u; r < N_R; r += 2u) {
             float gate = team_add(sums[r][t]) * scale;
             float up = team_add(sums[r + 1u][t]) * scale;
             if (LANE == 0u && first + r < push.n_out) {
@@ -79,7 +92,7 @@ void team_rows(uint first) {
             }
         }
 #else
-        for (uint r = 0u; r < N_R; ++r) {
+        [[unroll]] for (uint r = 0u; r < N_R; ++r) {
             float value = team_add(sums[r][t]) * scale;
             if (LANE == 0u && first + r < push.n_out) {
 #ifdef RESIDUAL

@@ -33,7 +33,7 @@ void main() {
     if (x_first >= push.n_x) { return; }
     uint my_w = (me % 16u) * 4u, my_x = (me / 16u) * 4u;
     float sums[4][4];
-    for (uint i = 0u; i < 4u; ++i) { for (uint j = 0u; j < 4u; ++j) { sums[i][j] = 0.0; } }
+    [[unroll]] for (uint i = 0u; i < 4u; ++i) { [[unroll]] for (uint j = 0u; j < 4u; ++j) { sums[i][j] = 0.0; } }
 
     for (uint k = 0u; k < push.n_in; k += TILE_K) {
         barrier();
@@ -41,18 +41,13 @@ void main() {
             uint row = me / 2u, half_of = me % 2u;
             vec4 w[4];
             uint chunk = k / 16u + half_of;
+            float factor = 0.0;
+            [[unroll]] for (uint i = 0u; i < 4u; ++i) { w[i] = vec4(0.0); }
             if (chunk * 16u < push.n_in) {
-                load_chunk(planes, push.n_in, min(w_first + row, push.n_out - 1u), chunk, w);
-            } else {
-                for (uint i = 0u; i < 4u; ++i) { w[i] = vec4(0.0); }
+                factor = load_chunk(planes, push.n_in, min(w_first + row, push.n_out - 1u), chunk, w);
             }
             uint at = row * PITCH + half_of * 16u;
-            for (uint i = 0u; i < 4u; ++i) {
-                w_tile[at + 4u * i] = w[i].x;
-                w_tile[at + 4u * i + 1u] = w[i].y;
-                w_tile[at + 4u * i + 2u] = w[i].z;
-                w_tile[at + 4u * i + 3u] = w[i].w;
-            }
+            [[unroll]] for (uint i = 0u; i < 16u; ++i) { w_tile[at + i] = w[i / 4u][i % 4u] * factor; }
         }
         for (uint i = me; i < TILE_X * TILE_K; i += 128u) {
             uint row = i / TILE_K, col = i % TILE_K;
@@ -62,20 +57,20 @@ void main() {
         barrier();
         for (uint col = 0u; col < TILE_K; ++col) {
             float a[4], b[4];
-            for (uint i = 0u; i < 4u; ++i) {
+            [[unroll]] for (uint i = 0u; i < 4u; ++i) {
                 a[i] = w_tile[(my_w + i) * PITCH + col];
                 b[i] = x_tile[(my_x + i) * PITCH + col];
             }
-            for (uint i = 0u; i < 4u; ++i) {
-                for (uint j = 0u; j < 4u; ++j) { sums[i][j] = fma(a[i], b[j], sums[i][j]); }
+            [[unroll]] for (uint i = 0u; i < 4u; ++i) {
+                [[unroll]] for (uint j = 0u; j < 4u; ++j) { sums[i][j] = fma(a[i], b[j], sums[i][j]); }
             }
         }
     }
-    for (uint j = 0u; j < 4u; ++j) {
+    [[unroll]] for (uint j = 0u; j < 4u; ++j) {
         uint row = x_first + my_x + j;
         if (row >= push.n_x) { continue; }
 #ifdef SWIGLU
-        for (uint i = 0u; i < 4u; i += 2u) {
+        [[unroll]] for (uint i = 0u; i < 4u; i += 2u) {
             uint out_row = w_first + my_w + i;
             if (out_row < push.n_out) {
                 float gate = sums[i][j];
@@ -83,7 +78,7 @@ void main() {
             }
         }
 #else
-        for (uint i = 0u; i < 4u; ++i) {
+        [[unroll]] for (uint i = 0u; i < 4u; ++i) {
             uint out_row = w_first + my_w + i;
             if (out_row < push.n_out) {
                 float value = sums[i][j];

@@ -12,7 +12,7 @@ vec4 state[DK / 4u];
 
 float delta_step(uint shared_at, float decay, float v, float beta, float k_scale, float q_scale) {
     vec4 sum = vec4(0.0);
-    for (uint i = 0u; i < DK / 4u; ++i) {
+    [[unroll]] for (uint i = 0u; i < DK / 4u; ++i) {
 #ifdef KDA
         state[i] *= decay_shared[shared_at + i];
 #else
@@ -22,7 +22,7 @@ float delta_step(uint shared_at, float decay, float v, float beta, float k_scale
     }
     float delta = beta * fma(-strands(sum), k_scale, v) * k_scale;
     sum = vec4(0.0);
-    for (uint i = 0u; i < DK / 4u; ++i) {
+    [[unroll]] for (uint i = 0u; i < DK / 4u; ++i) {
         state[i] = fma(vec4(delta), k_shared[shared_at + i], state[i]);
         sum = fma(state[i], q_shared[shared_at + i], sum);
     }

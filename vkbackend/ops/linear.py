@@ -167,17 +167,18 @@ def _rows(
     if attrs.swiglu:
         defines.append("SWIGLU")
     kernel = Kernel("linear_rows", 128, tuple(defines))
-    n_r = _weight_rows_per_team(n_out, limits)
+    n_r = _weight_rows_per_team(n_out, attrs.swiglu, limits)
+    ahead = 1 if limits.team_lanes <= 8 or n_r > 2 else min(4, max(1, n_in // (16 * limits.team_lanes)))
     teams = max(1, kernel.local_size // limits.team_lanes)
     groups = spread(-(-n_out // (teams * n_r)), limits.max_groups[0])
-    return Dispatch(kernel, tuple(binds), tuple(push), groups, spec=(x.shape[0], n_r))
+    return Dispatch(kernel, tuple(binds), tuple(push), groups, spec=(x.shape[0], n_r, ahead))
 
 
-def _weight_rows_per_team(n_out: int, limits: Limits) -> int:
+def _weight_rows_per_team(n_out: int, swiglu: bool, limits: Limits) -> int:
     """Rows of weights a team takes: more share each load of x, fewer spread small matrices over the device."""
-    if limits.team_lanes <= 8:
-        return 4  # CPU drivers: loads are what costs
-    return 4 if n_out >= 16384 else 2
+    if limits.team_lanes <= 8 or n_out >= 16384:  # CPU drivers: loads are what costs
+        return 4
+    return 2 if swiglu else 1
 
 
 def _tiled(attrs: Attrs, x: Tensor, w: Tensor, y: Tensor, residual: Tensor | None, limits: Limits) -> Dispatch:
