@@ -8,6 +8,9 @@
 // finished here (DIRECT); else (max, sum, acc) go to attention_combine, which does the same arithmetic.
 layout(constant_id = 0) const uint HEADS = 1u;
 layout(constant_id = 1) const uint DIRECT = 0u;
+layout(constant_id = 2) const uint DIM = 128u;   // head size
+layout(constant_id = 3) const uint BLOCK = 8u;   // 16-byte loads of a key under way at a time; divides DIM / 4
+const uint KEYS = 8u;                            // loads of v under way at a time
 
 const uint CHUNK = 128u, MAX_HEADS = 4u, MAX_DIM = 256u;
 
@@ -20,7 +23,7 @@ layout(binding = 4) readonly buffer Gate { float gate[]; };
 layout(binding = 5) buffer Y { float y[]; };
 layout(push_constant) uniform Push {
     uint q_at; uint k_cache_at; uint v_cache_at; uint step_at; uint step_row; uint gate_at; uint gate_row; uint gate_head;
-    uint y_at; uint n_rows; uint n_tokens; uint n_head; uint n_head_kv; uint head_dim; uint n_ctx; uint n_chunks; float scale;
+    uint y_at; uint n_rows; uint n_tokens; uint n_head; uint n_head_kv; uint n_ctx; uint n_chunks; float scale;
 } push;
 
 shared vec4 q_tile[MAX_HEADS * MAX_DIM / 4u];
@@ -38,27 +41,30 @@ void main() {
     uint n_keys = min(CHUNK, position + 1u - chunk * CHUNK);
     uint head = group * HEADS;
     uint kv_head = head / (push.n_head / push.n_head_kv);
-    uint dim4 = push.head_dim / 4u;
-    uint key_row = push.n_head_kv * push.head_dim;
+    const uint dim4 = DIM / 4u;
+    uint key_row = push.n_head_kv * DIM;
     uint first_key = uint(step_values[push.step_at + push.step_row + s]) * push.n_ctx + chunk * CHUNK;
 
     for (uint i = me; i < HEADS * dim4; i += 128u) {
-        uint at = push.q_at + (row * push.n_head + head) * push.head_dim + 4u * i;
+        uint at = push.q_at + (row * push.n_head + head) * DIM + 4u * i;
         q_tile[i] = vec4(q[at], q[at + 1u], q[at + 2u], q[at + 3u]);
     }
     barrier();
     float score[HEADS];
-    for (uint h = 0u; h < HEADS; ++h) { score[h] = 0.0; }
-    uint k_at = (push.k_cache_at + (first_key + min(me, n_keys - 1u)) * key_row + kv_head * push.head_dim) / 4u;
-    for (uint i = 0u; i < dim4; ++i) {
-        vec4 k = k_cache[k_at + i];
-        for (uint h = 0u; h < HEADS; ++h) {
-            vec4 v = q_tile[h * dim4 + i];
-            score[h] = fma(k.x, v.x, fma(k.y, v.y, fma(k.z, v.z, fma(k.w, v.w, score[h]))));
+    [[unroll]] for (uint h = 0u; h < HEADS; ++h) { score[h] = 0.0; }
+    uint k_at = (push.k_cache_at + (first_key + min(me, n_keys - 1u)) * key_row + kv_head * DIM) / 4u;
+    for (uint i0 = 0u; i0 < dim4; i0 += BLOCK) {
+        vec4 k[BLOCK];
+        [[unroll]] for (uint i = 0u; i < BLOCK; ++i) { k[i] = k_cache[k_at + i0 + i]; }
+        [[unroll]] for (uint i = 0u; i < BLOCK; ++i) {
+            [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
+                vec4 v = q_tile[h * dim4 + i0 + i];
+                score[h] = fma(k[i].x, v.x, fma(k[i].y, v.y, fma(k[i].z, v.z, fma(k[i].w, v.w, score[h]))));
+            }
         }
     }
     float best[HEADS], total[HEADS];
-    for (uint h = 0u; h < HEADS; ++h) {
+    [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
         float x = me < n_keys ? score[h] * push.scale : -3.0e38;
         best[h] = workgroup_max(x);
         float p = me < n_keys ? exp(x - best[h]) : 0.0;
@@ -66,21 +72,27 @@ void main() {
         p_tile[h * CHUNK + me] = p;
     }
     barrier();
-    for (uint d = me; d < push.head_dim; d += 128u) {
+    for (uint d = me; d < DIM; d += 128u) {
         float acc[HEADS];
-        for (uint h = 0u; h < HEADS; ++h) { acc[h] = 0.0; }
-        uint v_at = push.v_cache_at + first_key * key_row + kv_head * push.head_dim + d;
-        for (uint key = 0u; key < n_keys; ++key) {
-            float v = v_cache[v_at + key * key_row];
-            for (uint h = 0u; h < HEADS; ++h) { acc[h] = fma(p_tile[h * CHUNK + key], v, acc[h]); }
+        [[unroll]] for (uint h = 0u; h < HEADS; ++h) { acc[h] = 0.0; }
+        uint v_at = push.v_cache_at + first_key * key_row + kv_head * DIM + d;
+        for (uint key0 = 0u; key0 < n_keys; key0 += KEYS) {
+            float v[KEYS];
+            // Beyond the last key its v is loaded again: p is 0 there, while what the cache holds may be NaN.
+            [[unroll]] for (uint i = 0u; i < KEYS; ++i) { v[i] = v_cache[v_at + min(key0 + i, n_keys - 1u) * key_row]; }
+            [[unroll]] for (uint i = 0u; i < KEYS; ++i) {
+                [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
+                    acc[h] = fma(p_tile[h * CHUNK + key0 + i], v[i], acc[h]);
+                }
+            }
         }
-        for (uint h = 0u; h < HEADS; ++h) {
+        [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
             uint item = row * push.n_head + head + h;
             if (DIRECT == 1u) {
                 float g = gate[push.gate_at + row * push.gate_row + (head + h) * push.gate_head + d];
-                y[push.y_at + item * push.head_dim + d] = acc[h] / total[h] / (1.0 + exp(-g));
+                y[push.y_at + item * DIM + d] = acc[h] / total[h] / (1.0 + exp(-g));
             } else {
-                uint at = push.y_at + (item * push.n_chunks + chunk) * (push.head_dim + 2u);
+                uint at = push.y_at + (item * push.n_chunks + chunk) * (DIM + 2u);
                 y[at + 2u + d] = acc[h];
                 if (d == 0u) { y[at] = best[h]; y[at + 1u] = total[h]; }
             }

@@ -4,6 +4,8 @@
 #include "lanes.glsl"
 #include "turns.glsl"
 
+layout(constant_id = 0) const uint DIM = 128u;  // head size
+
 // One team per (row, head): RMS norm and RoPE of a q or k head; k heads also copy v, and both go to the caches.
 layout(local_size_x = LOCAL_SIZE) in;
 layout(binding = 0) readonly buffer Projection { float p[]; };
@@ -17,7 +19,7 @@ layout(push_constant) uniform Push {
     uint qg_at; uint qg_row; uint k_at; uint k_row; uint v_at; uint v_row;
     uint q_norm_at; uint k_norm_at; uint table_at; uint step_at; uint step_row;
     uint q_at; uint k_cache_at; uint v_cache_at;
-    uint n_rows; uint n_tokens; uint n_head; uint n_head_kv; uint head_dim; uint half_rot; uint n_ctx; float eps;
+    uint n_rows; uint n_tokens; uint n_head; uint n_head_kv; uint half_rot; uint n_ctx; float eps;
 } push;
 
 void main() {
@@ -30,17 +32,17 @@ void main() {
         uint position = uint(step_values[push.step_at + s]) + row % push.n_tokens;
         bool is_q = head < push.n_head;
         uint kv_head = head - push.n_head;
-        uint x_at = is_q ? push.qg_at + row * push.qg_row + head * 2u * push.head_dim
-                         : push.k_at + row * push.k_row + kv_head * push.head_dim;
+        uint x_at = is_q ? push.qg_at + row * push.qg_row + head * 2u * DIM
+                         : push.k_at + row * push.k_row + kv_head * DIM;
         uint norm_at = is_q ? push.q_norm_at : push.k_norm_at;
         float sum = 0.0;
-        for (uint i = LANE; i < push.head_dim; i += LANES) { sum = fma(p[x_at + i], p[x_at + i], sum); }
-        float scale = inversesqrt(team_add(sum) / float(push.head_dim) + push.eps);
+        for (uint i = LANE; i < DIM; i += LANES) { sum = fma(p[x_at + i], p[x_at + i], sum); }
+        float scale = inversesqrt(team_add(sum) / float(DIM) + push.eps);
         if (!is_q && position >= push.n_ctx) { continue; }  // the context checks this; never write past the cache
         uint cache_row = (uint(step_values[push.step_at + push.step_row + s]) * push.n_ctx + position) * push.n_head_kv + kv_head;
-        uint y_at = is_q ? push.q_at + (row * push.n_head + head) * push.head_dim
-                         : push.k_cache_at + cache_row * push.head_dim;
-        for (uint i = LANE; i < push.head_dim - push.half_rot; i += LANES) {
+        uint y_at = is_q ? push.q_at + (row * push.n_head + head) * DIM
+                         : push.k_cache_at + cache_row * DIM;
+        for (uint i = LANE; i < DIM - push.half_rot; i += LANES) {
             bool rotates = i < push.half_rot;
             // Lanes of the rotated part take pairs (i, i + half_rot); the others single dims beyond both halves.
             uint a = rotates ? i : i + push.half_rot;
@@ -56,9 +58,9 @@ void main() {
             }
         }
         if (!is_q) {
-            uint v_at = push.v_at + row * push.v_row + kv_head * push.head_dim;
-            uint to = push.v_cache_at + cache_row * push.head_dim;
-            for (uint i = LANE; i < push.head_dim; i += LANES) { v_cache[to + i] = p[v_at + i]; }
+            uint v_at = push.v_at + row * push.v_row + kv_head * DIM;
+            uint to = push.v_cache_at + cache_row * DIM;
+            for (uint i = LANE; i < DIM; i += LANES) { v_cache[to + i] = p[v_at + i]; }
         }
     }
 }

@@ -6,6 +6,7 @@ al. 2023): a row's arithmetic depends on its position only, not on the batch it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,13 +90,14 @@ def _lower(node: Node, limits: Limits) -> Lowering:
     heads = max(h for h in range(1, 5) if (n_head // n_kv) % h == 0)
     push = (
         At(q), At(k_cache), At(v_cache), At(step), step.strides[0], At(gate), gate.strides[0], gate.strides[1],
-        At(target), n_rows, n_tokens, n_head, n_kv, head_dim, k_cache.shape[1], n_chunks, head_dim**-0.5,
+        At(target), n_rows, n_tokens, n_head, n_kv, k_cache.shape[1], n_chunks, head_dim**-0.5,
     )  # fmt: skip
     binds = (
         Bind(q, "r"), Bind(k_cache, "r"), Bind(v_cache, "r"), Bind(step, "r"), Bind(gate, "r"), Bind(target, "w"),
     )  # fmt: skip
+    block = math.gcd(8, head_dim // 4)
     groups = spread(n_rows * n_chunks * (n_head // heads), limits.max_groups[0])
-    stages: Lowering = [[Dispatch(ATTENTION, binds, push, groups, spec=(heads, int(direct)))]]
+    stages: Lowering = [[Dispatch(ATTENTION, binds, push, groups, spec=(heads, int(direct), head_dim, block))]]
     if not direct:
         push_combine = (
             At(target), At(step), At(gate), gate.strides[0], gate.strides[1], At(y),

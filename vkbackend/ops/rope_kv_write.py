@@ -116,7 +116,7 @@ def _lower(node: Node, limits: Limits) -> Lowering:
     push = (
         At(qg), qg.strides[0], At(k), k.strides[0], At(v), v.strides[0],
         At(q_norm), At(k_norm), At(table), At(step), step.strides[0], At(q), At(k_cache), At(v_cache),
-        n_rows, node.attrs.n_tokens, n_head, k.shape[1], head_dim, table.shape[0], k_cache.shape[1],
+        n_rows, node.attrs.n_tokens, n_head, k.shape[1], table.shape[0], k_cache.shape[1],
         float(node.attrs.eps),
     )  # fmt: skip
     binds = (
@@ -126,7 +126,7 @@ def _lower(node: Node, limits: Limits) -> Lowering:
     also = (Bind(k, "r"), Bind(v, "r"), Bind(k_norm, "r"))
     teams = max(1, KERNEL.local_size // limits.team_lanes)
     groups = spread(-(-n_rows * (n_head + k.shape[1]) // teams), limits.max_groups[0])
-    return [[Dispatch(KERNEL, binds, push, groups, also=also)]]
+    return [[Dispatch(KERNEL, binds, push, groups, spec=(head_dim,), also=also)]]
 
 
 def _cases() -> list[Case]:
