@@ -197,7 +197,7 @@ def recurrent_mixer(
         columns.append(proj.narrow(1, at, width))
         at += width
     qkv, z, alpha, beta = columns
-    mixed = delta_net_mixer(
+    mixed, squares = delta_net_mixer(
         g, qkv, z, alpha, beta,
         loader.tensor(keys.conv_w, hp.conv_dim, hp.conv_kernel),
         loader.tensor(keys.dt_bias, hp.n_v_heads),
@@ -206,7 +206,7 @@ def recurrent_mixer(
         ring.conv, ring.state, step,
         n_tokens=shape.n_tokens, n_k_heads=hp.n_k_heads, eps=hp.rms_eps, grouped=hp.arch == "qwen3next",
     )  # fmt: skip
-    return linear(g, mixed, loader.parts(keys.out), residual=x)
+    return linear(g, mixed, loader.parts(keys.out), group_squares=squares, eps=hp.rms_eps, residual=x)
 
 
 def attention_mixer(

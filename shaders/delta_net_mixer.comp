@@ -3,14 +3,19 @@
 #include "common.glsl"
 #include "lanes.glsl"
 
-// The whole gated-delta-net mixer between its two projections: causal conv + SiLU, L2 norm of q and k, gates, delta
-// rule, gated RMS norm. One workgroup per (sequence, v head), one invocation per state row, tokens in order: nothing
-// depends on how the tokens were split into batches. State and conv columns are indexed by position (docs/design.md).
+// The gated-delta-net mixer between its two projections: causal conv + SiLU, L2 norm of q and k, gates, delta rule,
+// output gate. A workgroup takes ROWS state rows of one (sequence, v head), a team N_R of them, a lane every eighth vec4
+// of a row; tokens in order, so nothing depends on how they were split into batches. Norms over a whole head are left to the
+// next product: the sums of squares of each workgroup's rows go to `squares`. State and conv columns are indexed by
+// position (docs/design.md).
 layout(constant_id = 0) const uint DK = 128u;
-const uint KERNEL_MAX = 8u;
+layout(constant_id = 1) const uint TAPS = 4u;  // of the conv, at most MAX_TAPS
+const uint MAX_TAPS = 4u;
+const uint N_R = 2u, ROWS = TEAMS * N_R;
+const uint QUADS = DK / 4u, MINE = (QUADS + LANES - 1u) / LANES;
 
-layout(local_size_x = 128) in;
-layout(binding = 0) buffer Projection { float p[]; };
+layout(local_size_x = LOCAL_SIZE) in;
+layout(binding = 0) readonly buffer Projection { float p[]; };
 layout(binding = 1) readonly buffer Params { float w[]; };
 layout(binding = 2) readonly buffer Step { int step_values[]; };
 layout(binding = 3) buffer ConvRing { float conv_ring[]; };
@@ -20,116 +25,170 @@ layout(push_constant) uniform Push {
     uint qkv_at; uint z_at; uint alpha_at; uint beta_at; uint p_row;
     uint conv_w_at; uint dt_at; uint a_at; uint norm_at; uint step_at; uint step_row;
     uint conv_ring_at; uint n_columns; uint state_ring_at; uint n_slots;
-    uint y_at; uint n_tokens; uint n_k_heads; uint n_v_heads; uint dv; uint kernel; float eps; uint flags;
+    uint y_at; uint squares_at; uint n_tokens; uint n_k_heads; uint n_v_heads; uint dv; uint n_parts; float eps; uint flags;
 } push;  // flags: 1 grouped v heads, 2 write the conv ring here
 
-shared vec4 k_shared[2u * DK / 4u];
-shared vec4 q_shared[2u * DK / 4u];
-
-#include "delta_rule.glsl"
+// Two of each, for even and odd tokens: one barrier per token is enough.
+shared float q_shared[2u * DK];
+shared float k_shared[2u * DK];
+shared float v_shared[2u * ROWS];
+shared float square_shared[2u * ROWS];
 
 float silu(float x) { return x / (1.0 + exp(-x)); }
 
-// One channel of the conv, with its last kernel - 1 raw columns in registers (newest last).
-struct Tap { float past[KERNEL_MAX - 1u]; };
+// One channel of the conv: its taps' weights, and its last raw columns (newest last). Unused taps come first, as zeros.
+struct Tap { float weight[MAX_TAPS]; float past[MAX_TAPS]; };
 
-void load_past(out Tap tap, uint channel, uint slot, uint n_past, uint conv_dim) {
-    for (uint j = 0u; j + 1u < push.kernel; ++j) {
-        uint back = push.kernel - 1u - j;
-        float x = 0.0;
-        if (back <= n_past) {
+Tap load_tap(uint channel, uint slot, uint n_past, uint conv_dim) {
+    Tap tap;
+    [[unroll]] for (uint j = 0u; j < MAX_TAPS; ++j) {
+        uint back = MAX_TAPS - 1u - j;
+        tap.weight[j] = back < TAPS ? w[push.conv_w_at + channel * TAPS + (TAPS - 1u - back)] : 0.0;
+        tap.past[j] = 0.0;
+        if (back > 0u && back < TAPS && back <= n_past) {
             uint column = (n_past - back) % push.n_columns;
-            x = conv_ring[push.conv_ring_at + (slot * push.n_columns + column) * conv_dim + channel];
+            tap.past[j] = conv_ring[push.conv_ring_at + (slot * push.n_columns + column) * conv_dim + channel];
         }
-        tap.past[j] = x;
     }
+    return tap;
 }
 
-float convolve(inout Tap tap, uint channel, float x) {
-    uint at = push.conv_w_at + channel * push.kernel;
+float convolve(inout Tap tap, float x) {
+    tap.past[MAX_TAPS - 1u] = x;
     float sum = 0.0;
-    for (uint j = 0u; j + 1u < push.kernel; ++j) { sum = fma(tap.past[j], w[at + j], sum); }
-    sum = fma(x, w[at + push.kernel - 1u], sum);
-    for (uint j = 0u; j + 2u < push.kernel; ++j) { tap.past[j] = tap.past[j + 1u]; }
-    if (push.kernel > 1u) { tap.past[push.kernel - 2u] = x; }
+    [[unroll]] for (uint j = 0u; j < MAX_TAPS; ++j) { sum = fma(tap.past[j], tap.weight[j], sum); }
+    [[unroll]] for (uint j = 0u; j + 1u < MAX_TAPS; ++j) { tap.past[j] = tap.past[j + 1u]; }
     return silu(sum);
+}
+
+float dot_in_order(vec4 a, vec4 b, float sum) {
+    return fma(a.x, b.x, fma(a.y, b.y, fma(a.z, b.z, fma(a.w, b.w, sum))));
+}
+
+void write_squares(uint row, uint head, uint part, uint parity) {
+    float sum = 0.0;
+    for (uint i = 0u; i < ROWS; ++i) { sum += square_shared[parity * ROWS + i]; }
+    y[push.squares_at + (row * push.n_v_heads + head) * push.n_parts + part] = sum;
 }
 
 void main() {
     uint me = gl_LocalInvocationIndex;
-    uint s = gl_WorkGroupID.x / push.n_v_heads, head = gl_WorkGroupID.x % push.n_v_heads;
+    uint index = WORKGROUP_INDEX;
+    uint part = index % push.n_parts, head = index / push.n_parts % push.n_v_heads, s = index / push.n_parts / push.n_v_heads;
     uint n_past = uint(step_values[push.step_at + s]), slot = uint(step_values[push.step_at + push.step_row + s]);
     uint share = push.n_v_heads / push.n_k_heads;
-    bool grouped = (push.flags & 1u) != 0u;
+    bool grouped = (push.flags & 1u) != 0u, writes_ring = (push.flags & 2u) != 0u;
     uint k_head = grouped ? head / share : head % push.n_k_heads;
-    bool owns_k_head = grouped ? head % share == 0u : head < push.n_k_heads;
-    bool writes_ring = (push.flags & 2u) != 0u;
+    bool owns_k_head = part == 0u && (grouped ? head % share == 0u : head < push.n_k_heads);
     uint key_dim = push.n_k_heads * DK, conv_dim = 2u * key_dim + push.n_v_heads * push.dv;
-    uint q_channel = k_head * DK + me, k_channel = key_dim + q_channel, v_channel = 2u * key_dim + head * push.dv + me;
-    bool has_k = me < DK, has_v = me < push.dv;
+    uint q_channel = k_head * DK + me, k_channel = key_dim + q_channel;
+    uint v_channel = 2u * key_dim + head * push.dv + part * ROWS + me;
+    bool has_k = me < DK, has_v = me < ROWS && part * ROWS + me < push.dv;
 
     Tap q_tap, k_tap, v_tap;
     if (has_k) {
-        load_past(q_tap, q_channel, slot, n_past, conv_dim);
-        load_past(k_tap, k_channel, slot, n_past, conv_dim);
+        q_tap = load_tap(q_channel, slot, n_past, conv_dim);
+        k_tap = load_tap(k_channel, slot, n_past, conv_dim);
     }
-    if (has_v) { load_past(v_tap, v_channel, slot, n_past, conv_dim); }
+    if (has_v) { v_tap = load_tap(v_channel, slot, n_past, conv_dim); }
 
-    uint slot_words4 = push.n_v_heads * push.dv * DK / 4u;
-    uint row4 = (head * push.dv + min(me, push.dv - 1u)) * (DK / 4u);
-    uint ring4 = push.state_ring_at / 4u + slot * push.n_slots * slot_words4 + row4;
-    [[unroll]] for (uint i = 0u; i < DK / 4u; ++i) { state[i] = vec4(0.0); }
-    if (n_past > 0u) {
-        uint at = ring4 + (n_past - 1u) % push.n_slots * slot_words4;
-        [[unroll]] for (uint i = 0u; i < DK / 4u; ++i) { state[i] = state_ring[at + i]; }
+    vec4 state[N_R][MINE];
+    uint slot_quads = push.n_v_heads * push.dv * QUADS;
+    uint ring = push.state_ring_at / 4u + slot * push.n_slots * slot_quads + head * push.dv * QUADS;
+    uint newest = ring + (n_past + push.n_slots - 1u) % push.n_slots * slot_quads;
+    float norm_w[N_R];
+    [[unroll]] for (uint r = 0u; r < N_R; ++r) {
+        uint row = part * ROWS + TEAM * N_R + r;
+        norm_w[r] = row < push.dv ? w[push.norm_at + row] : 0.0;
+        [[unroll]] for (uint i = 0u; i < MINE; ++i) {
+            uint quad = LANE + i * LANES;
+            state[r][i] = vec4(0.0);
+            if (n_past > 0u && row < push.dv && quad < QUADS) { state[r][i] = state_ring[newest + row * QUADS + quad]; }
+        }
     }
     float rate = w[push.a_at + head], bias = w[push.dt_at + head];
-    float norm_w = has_v ? w[push.norm_at + me] : 0.0;
+    float q_raw = 0.0, k_raw = 0.0, v_raw = 0.0;
 
     for (uint t = 0u; t < push.n_tokens; ++t) {
-        uint row = s * push.n_tokens + t;
+        uint row = s * push.n_tokens + t, parity = t & 1u;
         uint base = row * push.p_row;
-        uint half_at = (t & 1u) * (DK / 4u);
         uint position = n_past + t;
         bool keep_column = writes_ring && t + push.n_columns >= push.n_tokens;
         uint column_at = push.conv_ring_at + (slot * push.n_columns + position % push.n_columns) * conv_dim;
-        float v = 0.0;
+        // Everything this token needs from memory is asked for before the barrier.
+        float alpha = p[push.alpha_at + base + head], beta = p[push.beta_at + base + head];
+        float z[N_R];
+        [[unroll]] for (uint r = 0u; r < N_R; ++r) {
+            z[r] = p[push.z_at + base + head * push.dv + min(part * ROWS + TEAM * N_R + r, push.dv - 1u)];
+        }
         if (has_k) {
-            float q_raw = p[push.qkv_at + base + q_channel], k_raw = p[push.qkv_at + base + k_channel];
-            q_shared[half_at + me / 4u][me % 4u] = convolve(q_tap, q_channel, q_raw);
-            k_shared[half_at + me / 4u][me % 4u] = convolve(k_tap, k_channel, k_raw);
+            q_raw = p[push.qkv_at + base + q_channel];
+            k_raw = p[push.qkv_at + base + k_channel];
+            q_shared[parity * DK + me] = convolve(q_tap, q_raw);
+            k_shared[parity * DK + me] = convolve(k_tap, k_raw);
             if (keep_column && owns_k_head) {
                 conv_ring[column_at + q_channel] = q_raw;
                 conv_ring[column_at + k_channel] = k_raw;
             }
         }
         if (has_v) {
-            float v_raw = p[push.qkv_at + base + v_channel];
-            v = convolve(v_tap, v_channel, v_raw);
+            v_raw = p[push.qkv_at + base + v_channel];
+            v_shared[parity * ROWS + me] = convolve(v_tap, v_raw);
             if (keep_column) { conv_ring[column_at + v_channel] = v_raw; }
         }
+        float x = alpha + bias;
+        float decay = exp((max(x, 0.0) + log(1.0 + exp(-abs(x)))) * rate);  // exp(softplus(x) * a)
+        beta = 1.0 / (1.0 + exp(-beta));
         barrier();
-        // Every invocation sums the squares itself: cheaper than the barriers of a shared sum.
-        vec4 kk = vec4(0.0), qq = vec4(0.0);
-        [[unroll]] for (uint i = 0u; i < DK / 4u; ++i) {
-            vec4 k = k_shared[half_at + i], q = q_shared[half_at + i];
-            kk = fma(k, k, kk);
-            qq = fma(q, q, qq);
+        if (t > 0u && me == LOCAL_SIZE - 1u) { write_squares(row - 1u, head, part, 1u - parity); }
+
+        vec4 k[MINE], q[MINE];
+        float kk = 0.0, qq = 0.0, sums[N_R];
+        [[unroll]] for (uint i = 0u; i < MINE; ++i) {
+            uint at = parity * DK + 4u * min(LANE + i * LANES, QUADS - 1u);
+            float inside = LANE + i * LANES < QUADS ? 1.0 : 0.0;
+            k[i] = vec4(k_shared[at], k_shared[at + 1u], k_shared[at + 2u], k_shared[at + 3u]) * inside;
+            q[i] = vec4(q_shared[at], q_shared[at + 1u], q_shared[at + 2u], q_shared[at + 3u]) * inside;
+            kk = dot_in_order(k[i], k[i], kk);
+            qq = dot_in_order(q[i], q[i], qq);
         }
-        float k_scale = inversesqrt(strands(kk) + push.eps);
-        float q_scale = inversesqrt(strands(qq) + push.eps) * inversesqrt(float(DK));
-        float x = p[push.alpha_at + base + head] + bias;
-        float softplus = max(x, 0.0) + log(1.0 + exp(-abs(x)));
-        float beta = 1.0 / (1.0 + exp(-p[push.beta_at + base + head]));
-        float o = delta_step(half_at, exp(softplus * rate), v, beta, k_scale, q_scale);
-        if (has_v && t + push.n_slots >= push.n_tokens) {
-            uint at = ring4 + position % push.n_slots * slot_words4;
-            [[unroll]] for (uint i = 0u; i < DK / 4u; ++i) { state_ring[at + i] = state[i]; }
+        [[unroll]] for (uint r = 0u; r < N_R; ++r) {
+            sums[r] = 0.0;
+            [[unroll]] for (uint i = 0u; i < MINE; ++i) {
+                state[r][i] *= decay;
+                sums[r] = dot_in_order(state[r][i], k[i], sums[r]);
+            }
         }
-        float mean = workgroup_add(has_v ? o * o : 0.0) / float(push.dv);
-        if (has_v) {
-            float z = p[push.z_at + base + head * push.dv + me];
-            y[push.y_at + (row * push.n_v_heads + head) * push.dv + me] = o * inversesqrt(mean + push.eps) * norm_w * silu(z);
+        float k_scale = inversesqrt(team_add(kk) + push.eps);
+        float q_scale = inversesqrt(team_add(qq) + push.eps) * inversesqrt(float(DK));
+        [[unroll]] for (uint r = 0u; r < N_R; ++r) {
+            float v = v_shared[parity * ROWS + TEAM * N_R + r];
+            float delta = beta * fma(-team_add(sums[r]), k_scale, v) * k_scale;
+            sums[r] = 0.0;
+            [[unroll]] for (uint i = 0u; i < MINE; ++i) {
+                state[r][i] = fma(vec4(delta), k[i], state[r][i]);
+                sums[r] = dot_in_order(state[r][i], q[i], sums[r]);
+            }
+        }
+        bool keep_state = t + push.n_slots >= push.n_tokens;
+        uint state_at = ring + position % push.n_slots * slot_quads;
+        [[unroll]] for (uint r = 0u; r < N_R; ++r) {
+            uint state_row = part * ROWS + TEAM * N_R + r;
+            float o = team_add(sums[r]) * q_scale;
+            if (LANE == 0u) {
+                square_shared[parity * ROWS + TEAM * N_R + r] = state_row < push.dv ? o * o : 0.0;
+                if (state_row < push.dv) {
+                    y[push.y_at + (row * push.n_v_heads + head) * push.dv + state_row] = o * norm_w[r] * silu(z[r]);
+                }
+            }
+            if (keep_state && state_row < push.dv) {
+                [[unroll]] for (uint i = 0u; i < MINE; ++i) {
+                    uint quad = LANE + i * LANES;
+                    if (quad < QUADS) { state_ring[state_at + state_row * QUADS + quad] = state[r][i]; }
+                }
+            }
         }
     }
+    barrier();
+    if (me == LOCAL_SIZE - 1u) { write_squares(s * push.n_tokens + push.n_tokens - 1u, head, part, (push.n_tokens - 1u) & 1u); }
 }

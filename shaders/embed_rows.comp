@@ -22,9 +22,14 @@ void main() {
     if (row >= push.n_part) { return; }
     uvec3 planes = uvec3(push.plane_0, push.plane_1, push.plane_2);
     for (uint chunk = gl_LocalInvocationIndex; chunk * 16u < push.n_embd; chunk += LOCAL_SIZE) {
-        vec4 w[4];
-        float factor = load_chunk(planes, push.n_embd, row, chunk, w);
+        Chunk c = load_chunk(planes, push.n_embd, row, chunk);
         uint at = push.y_at + t * push.y_row + chunk * 16u;
-        [[unroll]] for (uint i = 0u; i < 16u; ++i) { y[at + i] = w[i / 4u][i % 4u] * factor; }
+        [[unroll]] for (uint i = 0u; i < 4u; ++i) {
+            vec4 w = unpack(c, i) * c.factor;
+#ifdef HAS_OFFSET
+            w -= c.offset;
+#endif
+            [[unroll]] for (uint j = 0u; j < 4u; ++j) { y[at + 4u * i + j] = w[j]; }
+        }
     }
 }

@@ -3,112 +3,167 @@
 #include "common.glsl"
 #include "lanes.glsl"
 
-// Product of a weight matrix with 1..16 rows of x. One team computes N_R weight rows for all TOKENS rows of x, its
-// lanes taking every LANES-th chunk of 16 columns. A result's sum has one order whatever TOKENS and N_R are: chunks of
-// a lane in order, then team_add; this is what makes decoding independent of the batch.
+// Product of a weight matrix with 1..16 rows of x. SPLIT teams share N_R weight rows: a lane takes every
+// (8 * SPLIT)-th chunk of 16 columns, for all TOKENS rows of x; lanes are summed by team_add, teams in their order. That
+// order is the same whatever TOKENS and N_R are, which is what makes decoding independent of the batch.
 //
 // With NORM the norm costs no pass of its own: y = (W (x * norm)) / sqrt(mean(x^2) + eps), and the squares are summed
-// beside the products.
+// beside the products. With GROUPS groups of columns of x are scaled likewise, their sums of squares being given.
 layout(constant_id = 0) const uint TOKENS = 1u;
 layout(constant_id = 1) const uint N_R = 1u;
-layout(constant_id = 2) const uint AHEAD = 1u;
+layout(constant_id = 2) const uint SPLIT = 1u;
+layout(constant_id = 3) const uint AHEAD = 1u;  // chunks whose loads are under way at a time
 
 layout(local_size_x = LOCAL_SIZE) in;
 layout(binding = 0) readonly buffer Weights { uint w_words[]; };
 layout(binding = 0) readonly buffer WeightQuads { uvec4 w_quads[]; };
-layout(binding = 1) readonly buffer X { float x[]; };
-layout(binding = 1) readonly buffer XQuads { vec4 x_quads[]; };
+layout(binding = 1) readonly buffer X { vec4 x_quads[]; };
 layout(binding = 2) buffer Y { float y[]; };
-#ifdef NORM
+#if defined(NORM)
 layout(binding = 3) readonly buffer Norm { vec4 norm_quads[]; };
-#ifdef RESIDUAL
-layout(binding = 4) readonly buffer Residual { float residual[]; };
+#elif defined(GROUPS)
+layout(binding = 3) readonly buffer Squares { float group_squares[]; };
 #endif
-#elif defined(RESIDUAL)
+#ifdef RESIDUAL
+#if defined(NORM) || defined(GROUPS)
+layout(binding = 4) readonly buffer Residual { float residual[]; };
+#else
 layout(binding = 3) readonly buffer Residual { float residual[]; };
+#endif
 #endif
 layout(push_constant) uniform Push {
     uint plane_0; uint plane_1; uint plane_2; uint n_in; uint n_out;
     uint x_at; uint x_row; uint y_at; uint y_row;
-    uint norm_at; float eps; uint residual_at; uint residual_row;
+    uint norm_at; float eps; uint residual_at; uint residual_row; uint group_size; uint group_parts;
 } push;
 
 #include "weights.glsl"
 
-void team_rows(uint first) {
+shared float team_sums[TEAMS * N_R * TOKENS];
+shared float team_squares[TEAMS * TOKENS];
+
+#ifdef GROUPS
+float group_scale(uint t, uint column) {
+    uint n_groups = push.n_in / push.group_size;
+    uint at = push.norm_at + (t * n_groups + column / push.group_size) * push.group_parts;
+    float sum = 0.0;
+    for (uint i = 0u; i < push.group_parts; ++i) { sum += group_squares[at + i]; }
+    return inversesqrt(sum / float(push.group_size) + push.eps);
+}
+#endif
+
+// The value of weight row `row` of this workgroup's rows, for row t of x, before the epilogue.
+float joined(uint row, uint t) {
+    uint first_team = row / N_R * SPLIT, r = row % N_R;
+    float sum = 0.0, squares = 0.0;
+    [[unroll]] for (uint i = 0u; i < SPLIT; ++i) {
+        sum += team_sums[((first_team + i) * N_R + r) * TOKENS + t];
+        squares += team_squares[(first_team + i) * TOKENS + t];
+    }
+#ifdef NORM
+    sum *= inversesqrt(squares / float(push.n_in) + push.eps);
+#endif
+    return sum;
+}
+
+void main() {
     uvec3 planes = uvec3(push.plane_0, push.plane_1, push.plane_2);
+    const uint rows = TEAMS / SPLIT * N_R;  // of this workgroup
+    uint base = WORKGROUP_INDEX * rows;
+    if (base >= push.n_out) { return; }
+    uint first = base + TEAM / SPLIT * N_R;
     float sums[N_R][TOKENS];
     float squares[TOKENS];
     [[unroll]] for (uint t = 0u; t < TOKENS; ++t) {
         squares[t] = 0.0;
         [[unroll]] for (uint r = 0u; r < N_R; ++r) { sums[r][t] = 0.0; }
     }
+    const uint stride = LANES * SPLIT;
     uint n_chunks = push.n_in / 16u;
-    for (uint chunk = LANE; chunk < n_chunks; chunk += LANES * AHEAD) {
-        // Loads of AHEAD chunks are under way before the first is used; the order of the sums stays the same.
-        vec4 w[AHEAD][N_R][4];
-        float factor[AHEAD][N_R];
+    for (uint chunk = TEAM % SPLIT * LANES + LANE; chunk < n_chunks; chunk += stride * AHEAD) {
+        Chunk w[AHEAD][N_R];
         [[unroll]] for (uint a = 0u; a < AHEAD; ++a) {
             [[unroll]] for (uint r = 0u; r < N_R; ++r) {
                 // Past the end of a row or of the matrix something is loaded again and not used.
-                uint from = min(chunk + a * LANES, n_chunks - 1u);
-                factor[a][r] = load_chunk(planes, push.n_in, min(first + r, push.n_out - 1u), from, w[a][r]);
+                w[a][r] = load_chunk(planes, push.n_in, min(first + r, push.n_out - 1u), min(chunk + a * stride, n_chunks - 1u));
             }
         }
         [[unroll]] for (uint a = 0u; a < AHEAD; ++a) {
-            uint c = chunk + a * LANES;
-            if (c >= n_chunks) { break; }
-            [[unroll]] for (uint t = 0u; t < TOKENS; ++t) {
-                uint x_quad = (push.x_at + t * push.x_row) / 4u + c * 4u;
-                float part[N_R];
-                [[unroll]] for (uint r = 0u; r < N_R; ++r) { part[r] = 0.0; }
+            uint c = chunk + a * stride;
+            if (c < n_chunks) {
+                float part[N_R][TOKENS];
+                float x_sum[TOKENS];
                 [[unroll]] for (uint i = 0u; i < 4u; ++i) {
-                    vec4 v = x_quads[x_quad + i];
+                    vec4 q[N_R];
+                    [[unroll]] for (uint r = 0u; r < N_R; ++r) { q[r] = unpack(w[a][r], i); }
 #ifdef NORM
-                    squares[t] = fma(v.x, v.x, fma(v.y, v.y, fma(v.z, v.z, fma(v.w, v.w, squares[t]))));
-                    v *= norm_quads[push.norm_at / 4u + c * 4u + i];
+                    vec4 norm = norm_quads[push.norm_at / 4u + c * 4u + i];
 #endif
-                    [[unroll]] for (uint r = 0u; r < N_R; ++r) {
-                        vec4 q = w[a][r][i];
-                        part[r] = fma(q.x, v.x, fma(q.y, v.y, fma(q.z, v.z, fma(q.w, v.w, part[r]))));
+                    [[unroll]] for (uint t = 0u; t < TOKENS; ++t) {
+                        vec4 v = x_quads[(push.x_at + t * push.x_row) / 4u + c * 4u + i];
+#ifdef NORM
+                        squares[t] = fma(v.x, v.x, fma(v.y, v.y, fma(v.z, v.z, fma(v.w, v.w, squares[t]))));
+                        v *= norm;
+#endif
+#ifdef HAS_OFFSET
+                        x_sum[t] = (i == 0u ? 0.0 : x_sum[t]) + ((v.x + v.y) + (v.z + v.w));
+#endif
+                        [[unroll]] for (uint r = 0u; r < N_R; ++r) {
+                            float before = i == 0u ? 0.0 : part[r][t];
+                            part[r][t] = fma(q[r].x, v.x, fma(q[r].y, v.y, fma(q[r].z, v.z, fma(q[r].w, v.w, before))));
+                        }
                     }
                 }
-                [[unroll]] for (uint r = 0u; r < N_R; ++r) { sums[r][t] = fma(part[r], factor[a][r], sums[r][t]); }
+                [[unroll]] for (uint t = 0u; t < TOKENS; ++t) {
+#ifdef GROUPS
+                    float scale = group_scale(t, c * 16u);
+#endif
+                    [[unroll]] for (uint r = 0u; r < N_R; ++r) {
+                        float value = part[r][t];
+#ifdef HAS_OFFSET
+                        value = fma(value, w[a][r].factor, -(w[a][r].offset * x_sum[t]));
+#ifdef GROUPS
+                        sums[r][t] = fma(value, scale, sums[r][t]);
+#else
+                        sums[r][t] += value;
+#endif
+#elif defined(GROUPS)
+                        sums[r][t] = fma(value, w[a][r].factor * scale, sums[r][t]);
+#else
+                        sums[r][t] = fma(value, w[a][r].factor, sums[r][t]);
+#endif
+                    }
+                }
             }
         }
     }
     [[unroll]] for (uint t = 0u; t < TOKENS; ++t) {
 #ifdef NORM
-        float scale = inversesqrt(team_add(squares[t]) / float(push.n_in) + push.eps);
-#else
-        const float scale = 1.0;
+        float square = team_add(squares[t]);
+        if (LANE == 0u) { team_squares[TEAM * TOKENS + t] = square; }
 #endif
-#ifdef SWIGLU
-        [[unroll]] for (uint r = 0u; r < N_R; r += 2u) {
-            float gate = team_add(sums[r][t]) * scale;
-            float up = team_add(sums[r + 1u][t]) * scale;
-            if (LANE == 0u && first + r < push.n_out) {
-                y[push.y_at + t * push.y_row + (first + r) / 2u] = gate / (1.0 + exp(-gate)) * up;
-            }
-        }
-#else
         [[unroll]] for (uint r = 0u; r < N_R; ++r) {
-            float value = team_add(sums[r][t]) * scale;
-            if (LANE == 0u && first + r < push.n_out) {
-#ifdef RESIDUAL
-                value += residual[push.residual_at + t * push.residual_row + first + r];
-#endif
-                y[push.y_at + t * push.y_row + first + r] = value;
-            }
+            float value = team_add(sums[r][t]);
+            if (LANE == 0u) { team_sums[(TEAM * N_R + r) * TOKENS + t] = value; }
         }
+    }
+    barrier();
+#ifdef SWIGLU
+    for (uint i = gl_LocalInvocationIndex; i < rows / 2u * TOKENS; i += LOCAL_SIZE) {
+        uint pair = i % (rows / 2u), t = i / (rows / 2u);
+        float gate = joined(2u * pair, t), up = joined(2u * pair + 1u, t);
+        if (base + 2u * pair < push.n_out) { y[push.y_at + t * push.y_row + base / 2u + pair] = gate / (1.0 + exp(-gate)) * up; }
+    }
+#else
+    for (uint i = gl_LocalInvocationIndex; i < rows * TOKENS; i += LOCAL_SIZE) {
+        uint row = i % rows, t = i / rows;
+        float value = joined(row, t);
+        if (base + row < push.n_out) {
+#ifdef RESIDUAL
+            value += residual[push.residual_at + t * push.residual_row + base + row];
 #endif
+            y[push.y_at + t * push.y_row + base + row] = value;
+        }
     }
-}
-
-void main() {
-    // As many workgroups as the host expects to need; where the driver picked other subgroups, they go round again.
-    uint step = TEAMS * N_R;
-    for (uint base = WORKGROUP_INDEX * step; base < push.n_out; base += WORKGROUPS * step) {
-        team_rows(base + TEAM * N_R);
-    }
+#endif
 }

@@ -39,15 +39,17 @@ void main() {
         barrier();
         {
             uint row = me / 2u, half_of = me % 2u;
-            vec4 w[4];
             uint chunk = k / 16u + half_of;
-            float factor = 0.0;
-            [[unroll]] for (uint i = 0u; i < 4u; ++i) { w[i] = vec4(0.0); }
-            if (chunk * 16u < push.n_in) {
-                factor = load_chunk(planes, push.n_in, min(w_first + row, push.n_out - 1u), chunk, w);
-            }
             uint at = row * PITCH + half_of * 16u;
-            [[unroll]] for (uint i = 0u; i < 16u; ++i) { w_tile[at + i] = w[i / 4u][i % 4u] * factor; }
+            bool inside = chunk * 16u < push.n_in;
+            Chunk c = load_chunk(planes, push.n_in, min(w_first + row, push.n_out - 1u), inside ? chunk : 0u);
+            [[unroll]] for (uint i = 0u; i < 4u; ++i) {
+                vec4 w = unpack(c, i) * c.factor;
+#ifdef HAS_OFFSET
+                w -= c.offset;
+#endif
+                [[unroll]] for (uint j = 0u; j < 4u; ++j) { w_tile[at + 4u * i + j] = inside ? w[j] : 0.0; }
+            }
         }
         for (uint i = me; i < TILE_X * TILE_K; i += 128u) {
             uint row = i / TILE_K, col = i % TILE_K;

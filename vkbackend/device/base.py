@@ -57,7 +57,7 @@ class Features:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one device allows. Sizes in bytes; `subgroup_arithmetic`: kernels use their subgroup variant."""
+    """What one device allows. Sizes in bytes; `subgroup_shuffle`: kernels use their subgroup variant."""
 
     max_push_bytes: int = 128
     max_groups: tuple[int, int, int] = (65535, 65535, 65535)
@@ -66,13 +66,8 @@ class Limits:
     max_storage_range: int = 128 << 20
     max_buffer_bytes: int = (4 << 30) - 4096
     subgroup_size: int = 1
-    subgroup_arithmetic: bool = False
+    subgroup_shuffle: bool = False
     features: Features = Features()
-
-    @property
-    def team_lanes(self) -> int:
-        """Lanes of a team in include/lanes.glsl: for sizing dispatches only, a driver may pick another number."""
-        return self.subgroup_size if self.subgroup_arithmetic else 32
 
 
 @dataclass(frozen=True)

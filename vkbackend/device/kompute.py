@@ -76,7 +76,7 @@ class KomputeDevice:
         info = found[index].info
         self._timestamp_ns = found[index].timestamp_ns
         self.subgroups = subgroups and uses_subgroups(info.limits)
-        self.info: DeviceInfo = replace(info, limits=replace(info.limits, subgroup_arithmetic=self.subgroups))
+        self.info: DeviceInfo = replace(info, limits=replace(info.limits, subgroup_shuffle=self.subgroups))
         self._kp = kp
         try:
             self._manager = kp.Manager(index, [], [])

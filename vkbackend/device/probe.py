@@ -13,7 +13,7 @@ from vkbackend.device.base import DeviceInfo, Features, Limits
 from vkbackend.device.vulkan_features import Supported, supported
 from vkbackend.errors import DeviceError
 
-_SUBGROUP_BASIC, _SUBGROUP_ARITHMETIC = 0x1, 0x4
+_SUBGROUP_BASIC, _SUBGROUP_SHUFFLE = 0x1, 0x10
 _STAGE_COMPUTE = 0x20
 _HEAP_LOCAL = 0x1
 _KINDS = {1: "gpu", 2: "gpu", 3: "gpu", 4: "cpu", 0: "gpu"}
@@ -37,8 +37,8 @@ class PhysicalDevice:
 
 
 def uses_subgroups(limits: Limits) -> bool:
-    """Whether kernels may use their subgroup variant: arithmetic reported for compute, 8 to 128 lanes."""
-    return limits.subgroup_arithmetic and 8 <= limits.subgroup_size <= 128
+    """Whether kernels may use their subgroup variant: shuffles reported for compute, room for a team of 8 lanes."""
+    return limits.subgroup_shuffle and limits.subgroup_size >= 8
 
 
 def vulkan_devices(prefix: str) -> list[PhysicalDevice]:
@@ -123,7 +123,7 @@ def _describe(vk: Any, instance: Any, handle: Any, name: str) -> PhysicalDevice:
         operations, stages = int(subgroup.supportedOperations), int(subgroup.supportedStages)
         optional = supported(vk, instance, handle, version, extensions)
     memory, free = _local_memory(vk, handle, extensions)
-    need = _SUBGROUP_BASIC | _SUBGROUP_ARITHMETIC
+    need = _SUBGROUP_BASIC | _SUBGROUP_SHUFFLE
     limits = Limits(
         max_push_bytes=int(raw.maxPushConstantsSize),
         max_groups=tuple(int(raw.maxComputeWorkGroupCount[i]) for i in range(3)),  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ def _describe(vk: Any, instance: Any, handle: Any, name: str) -> PhysicalDevice:
         max_storage_range=int(raw.maxStorageBufferRange),
         max_buffer_bytes=max_buffer,
         subgroup_size=subgroup_size,
-        subgroup_arithmetic=bool(stages & _STAGE_COMPUTE) and operations & need == need,
+        subgroup_shuffle=bool(stages & _STAGE_COMPUTE) and operations & need == need,
         features=optional.features,
     )
     info = DeviceInfo(

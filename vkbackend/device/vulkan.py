@@ -73,7 +73,7 @@ class VulkanDevice:
         weakref.finalize(self, session.close)
         found = session.info
         self.subgroups = subgroups and uses_subgroups(found.limits)
-        self.info: DeviceInfo = replace(found, limits=replace(found.limits, subgroup_arithmetic=self.subgroups))
+        self.info: DeviceInfo = replace(found, limits=replace(found.limits, subgroup_shuffle=self.subgroups))
         self.memory = Memory(session, unified)
         self.pipelines = Pipelines(session, self.subgroups)
         self.pool = RegionPool(self)

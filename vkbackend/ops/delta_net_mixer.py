@@ -1,8 +1,9 @@
-"""The gated-delta-net mixer of one layer, from its input projection to its output projection, in one kernel.
+"""The gated-delta-net mixer of one layer, between its input and output projections, in one kernel.
 
 Gated delta networks (Yang, Kautz, Hatamizadeh 2024): causal depthwise conv + SiLU over q, k, v; L2-normalised q and k;
 decay g = softplus(alpha + dt) * a and step size beta = sigmoid; the delta rule on a state S [dv, dk] per v head;
-RMS norm of each head's output times silu(z). The state after every token goes straight into the recurrent ring.
+RMS norm of each head's output times silu(z). The state after every token goes straight into the recurrent ring. A head
+is spread over workgroups, so the norm over it is left to the product that follows (`linear`, group_squares).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from vkbackend.ops.op import Array, At, Bind, Dispatch, Kernel, Lowering, Op, ch
 MIXER = Kernel("delta_net_mixer", 128)
 RING_WRITE = Kernel("conv_ring_write", 128)
 HEAD_SIZES = (16, 32, 64, 128)
-KERNEL_MAX = 8  # conv taps the kernel has registers for
+ROWS = 32  # state rows of a workgroup
+KERNEL_MAX = 4  # conv taps the kernel has registers for
 SHORT = 16  # batches up to this many tokens write the conv ring in the mixer itself
 
 
@@ -56,8 +58,11 @@ def delta_net_mixer(
     n_k_heads: int,
     eps: float,
     grouped: bool = False,
-) -> Tensor:
-    """Mixes n_tokens tokens of each sequence: [n_rows, n_v_heads * dv]; updates the rings in place.
+) -> tuple[Tensor, Tensor]:
+    """Mixes n_tokens tokens of each sequence; updates the rings in place.
+
+    Returns y [n_rows, n_v_heads * dv] = o * norm_w * silu(z), and squares [n_rows, n_v_heads, n_parts]: sums of o^2
+    over parts of each head. The mixer's result is y / sqrt(mean over the head of o^2 + eps).
 
     qkv [n_rows, 2 * n_k_heads * dk + n_v_heads * dv], z [n_rows, n_v_heads * dv], alpha, beta [n_rows, n_v_heads]:
     column views of one projection. conv_w [conv_dim, kernel], dt_bias, a [n_v_heads], norm_w [dv]: views of one buffer.
@@ -68,7 +73,6 @@ def delta_net_mixer(
     op = "delta_net_mixer"
     n_slots, n_v_heads, dv, dk = state_ring.shape[1:]
     check(dk in HEAD_SIZES, op, f"head size {dk} is not supported; supported are {HEAD_SIZES}")
-    check(dv <= MIXER.local_size, op, f"v heads of {dv} are not supported; up to {MIXER.local_size} are")
     n_rows, conv_dim = qkv.shape
     check(
         conv_dim == 2 * n_k_heads * dk + n_v_heads * dv,
@@ -103,14 +107,15 @@ def delta_net_mixer(
     )
     check(n_rows == n_tokens * step.shape[1], op, f"{n_rows} rows are not {step.shape[1]} sequences of {n_tokens}")
     y = g.temp("delta_net_mixer", (n_rows, n_v_heads * dv))
+    squares = g.temp("delta_net_mixer squares", (n_rows, n_v_heads, -(-dv // ROWS)))
     inputs = [qkv, z, alpha, beta, conv_w, dt_bias, a, norm_w, conv_ring, state_ring, step]
-    g.add(OP, inputs, [y, conv_ring, state_ring], Attrs(n_tokens, n_k_heads, eps, grouped))
-    return y
+    g.add(OP, inputs, [y, squares, conv_ring, state_ring], Attrs(n_tokens, n_k_heads, eps, grouped))
+    return y, squares
 
 
 def _reference(node: Node, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
     qkv, z, alpha, beta, conv_w, dt_bias, a, norm_w, _, _, (n_past, slots) = inputs
-    y, conv_ring, state_ring = outputs
+    y, squares, conv_ring, state_ring = outputs
     at: Attrs = node.attrs
     n_slots, n_v_heads, dv, dk = state_ring.shape[1:]
     heads = np.arange(n_v_heads)
@@ -134,7 +139,8 @@ def _reference(node: Node, inputs: Sequence[Array], outputs: Sequence[Array]) ->
             o[t] = (state @ q[t, :, :, None])[..., 0]
             if t >= at.n_tokens - n_slots:
                 ring[(past + t) % n_slots] = state
-        o /= np.sqrt(np.mean(np.square(o), axis=-1, keepdims=True) + at.eps)
+        for part in range(squares.shape[2]):
+            squares[rows, :, part] = np.sum(np.square(o[:, :, part * ROWS : (part + 1) * ROWS]), axis=-1)
         y[rows] = (o * norm_w * silu(z[rows].reshape(o.shape))).reshape(at.n_tokens, -1)
 
 
@@ -155,21 +161,22 @@ def _l2(x: Array, eps: float) -> Array:
 
 def _lower(node: Node, limits: Limits) -> Lowering:
     qkv, z, alpha, beta, conv_w, dt_bias, a, norm_w, conv_ring, state_ring, step = node.inputs
-    y, at = node.outputs[0], node.attrs
+    y, squares, at = *node.outputs[:2], node.attrs
     n_slots, n_v_heads, dv, dk = state_ring.shape[1:]
     n_seqs, n_columns = step.shape[1], conv_ring.shape[1]
     short = at.n_tokens <= SHORT
     push = (
         At(qkv), At(z), At(alpha), At(beta), qkv.strides[0], At(conv_w), At(dt_bias), At(a), At(norm_w),
-        At(step), step.strides[0], At(conv_ring), n_columns, At(state_ring), n_slots, At(y), at.n_tokens,
-        at.n_k_heads, n_v_heads, dv, conv_w.shape[1], float(at.eps), int(at.grouped) | 2 * int(short),
+        At(step), step.strides[0], At(conv_ring), n_columns, At(state_ring), n_slots, At(y), At(squares),
+        at.n_tokens, at.n_k_heads, n_v_heads, dv, squares.shape[2], float(at.eps), int(at.grouped) | 2 * int(short),
     )  # fmt: skip
     binds = (
         Bind(qkv, "r"), Bind(conv_w, "r"), Bind(step, "r"), Bind(conv_ring, "rw" if short else "r"),
         Bind(state_ring, "rw"), Bind(y, "w"),
     )  # fmt: skip
-    also = tuple(Bind(t, "r") for t in (z, alpha, beta, dt_bias, a, norm_w))
-    stages: Lowering = [[Dispatch(MIXER, binds, push, (n_seqs * n_v_heads, 1, 1), spec=(dk,), also=also)]]
+    also = (*(Bind(t, "r") for t in (z, alpha, beta, dt_bias, a, norm_w)), Bind(squares, "w"))
+    groups = spread(n_seqs * n_v_heads * squares.shape[2], limits.max_groups[0])
+    stages: Lowering = [[Dispatch(MIXER, binds, push, groups, spec=(dk, conv_w.shape[1]), also=also)]]
     if not short:
         # A long batch may overwrite columns that its first tokens need: only after the mixer has read them.
         n_kept = min(at.n_tokens, n_columns)
@@ -220,11 +227,12 @@ def _cases() -> list[Case]:
                 rings.append(b.state(ring))
             step = b.input(np.stack([np.array(n_past), slots]))
             conv_w = conv_w.reshape(conv_dim, kernel)
-            y = delta_net_mixer(
+            y, squares = delta_net_mixer(
                 b.graph, qkv, z, alpha, beta, conv_w, dt_bias, a, norm_w, rings[0], rings[1], step,
                 n_tokens=n_tokens, n_k_heads=n_k, eps=1e-6, grouped=grouped,
             )  # fmt: skip
             b.output(y)
+            b.output(squares)
 
         label = f"n_tokens={n_tokens} n_past={list(n_past)} heads={heads} sizes={size} n_rs_seq={n_rs}"
         return Case(label + (" grouped" if grouped else ""), build)

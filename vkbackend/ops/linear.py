@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -34,14 +35,18 @@ from vkbackend.packing import plane_starts
 
 MAX_ROWS = 16  # of x, for the batch-invariant kernel
 TILE_W, TILE_X = 64, 32
+SCALE_GROUPS = Kernel("scale_groups", 128)
+LANES, TEAMS = 8, 16  # of a workgroup of linear_rows (include/lanes.glsl)
+ENOUGH_TEAMS = 8192  # below this many teams, several share a row so that the device is filled
 FORMATS = ("f32", "f16", "bf16", "q8_0")
 
 
 @dataclass(frozen=True)
 class Attrs:
-    """Which optional inputs a node has, and the norm's epsilon."""
+    """Which optional inputs a node has, and the norms' epsilon."""
 
     norm: bool
+    groups: bool
     residual: bool
     swiglu: bool
     eps: float
@@ -54,14 +59,16 @@ def linear(
     *,
     norm: Tensor | None = None,
     eps: float = 0.0,
+    group_squares: Tensor | None = None,
     residual: Tensor | None = None,
     swiglu: bool = False,
 ) -> Tensor:
     """The products of x [n_rows, n_in] with every matrix of `parts` [rows_i, n_in], side by side: [n_rows, n_out].
 
-    norm [n_in]: x is RMS-normalised and scaled by it first. residual [n_rows, n_out] is added to the result.
-    swiglu: rows of each part are gate and up in turns (row 2i gate, row 2i + 1 up), and the result is
-    silu(gate) * up, [n_rows, n_out / 2]. Weights are f32 or any packed format.
+    norm [n_in]: x is RMS-normalised and scaled by it first. group_squares [n_rows, n_groups, n_parts]: each group of
+    n_in / n_groups columns of x is divided by sqrt(sum of its parts / group size + eps) first. residual
+    [n_rows, n_out] is added to the result. swiglu: rows of each part are gate and up in turns (row 2i gate, row 2i + 1
+    up), and the result is silu(gate) * up, [n_rows, n_out / 2]. Weights are f32 or any packed format.
     """
     check(len(parts) > 0, "linear", "no weights were given")
     check(x.ndim == 2 and x.strides[1] == 1, "linear", f"x must be rows of contiguous numbers, got shape {x.shape}")
@@ -71,11 +78,21 @@ def linear(
         check(not swiglu or w.shape[0] % 2 == 0, "linear", f"swiglu needs pairs of rows, got {w.shape[0]} rows")
     check(norm is None or norm.shape == (n_in,), "linear", f"norm must have shape ({n_in},)")
     check(residual is None or not swiglu, "linear", "residual and swiglu exclude each other")
+    if group_squares is not None:
+        check(norm is None, "linear", "norm and group_squares exclude each other")
+        fits = group_squares.ndim == 3 and group_squares.shape[0] == x.shape[0] and n_in % group_squares.shape[1] == 0
+        check(
+            fits and n_in // group_squares.shape[1] % 16 == 0,
+            "linear",
+            f"group_squares {group_squares.shape}, x {x.shape}",
+        )
     n_out = sum(w.shape[0] for w in parts)
     y = g.temp("linear", (x.shape[0], n_out // 2 if swiglu else n_out))
     inputs = [x]
     if norm is not None:
         inputs.append(norm)
+    if group_squares is not None:
+        inputs.append(group_squares)
     if residual is not None:
         check(
             residual.shape == y.shape and residual.strides[1] == 1,
@@ -83,61 +100,90 @@ def linear(
             f"residual {residual.shape} is not {y.shape}",
         )
         inputs.append(residual)
-    g.add(OP, [*inputs, *parts], [y], Attrs(norm is not None, residual is not None, swiglu, eps))
+    g.add(
+        OP,
+        [*inputs, *parts],
+        [y],
+        Attrs(norm is not None, group_squares is not None, residual is not None, swiglu, eps),
+    )
     return y
 
 
-def _take(node: Node, values: Sequence[object]) -> tuple[object, object, object, Sequence[object]]:
-    """(x, norm or None, residual or None, parts) of a node's input tensors or arrays."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Operands(Generic[T]):
+    """A node's inputs by name: tensors or arrays."""
+
+    x: T
+    norm: T | None
+    squares: T | None
+    residual: T | None
+    parts: Sequence[T]
+
+
+def _operands(attrs: Attrs, values: Sequence[T]) -> _Operands[T]:
     rest = list(values)
     x = rest.pop(0)
-    norm = rest.pop(0) if node.attrs.norm else None
-    residual = rest.pop(0) if node.attrs.residual else None
-    return x, norm, residual, rest
+    norm = rest.pop(0) if attrs.norm else None
+    squares = rest.pop(0) if attrs.groups else None
+    residual = rest.pop(0) if attrs.residual else None
+    return _Operands(x, norm, squares, residual, rest)
 
 
 def _reference(node: Node, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
-    x, norm, residual, parts = _take(node, inputs)
-    assert isinstance(x, np.ndarray)
-    if isinstance(norm, np.ndarray):
-        x = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + node.attrs.eps) * norm
+    attrs, of = node.attrs, _operands(node.attrs, inputs)
+    x = of.x
+    if of.norm is not None:
+        x = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + attrs.eps) * of.norm
+    if of.squares is not None:
+        groups = x.reshape(*of.squares.shape[:2], -1)
+        mean = of.squares.sum(axis=-1, keepdims=True) / groups.shape[2]
+        x = (groups / np.sqrt(mean + attrs.eps)).reshape(x.shape)
     at = 0
-    for w in parts:
-        assert isinstance(w, np.ndarray)
+    for w in of.parts:
         product = x @ w.T
-        if node.attrs.swiglu:
+        if attrs.swiglu:
             product = silu(product[:, 0::2]) * product[:, 1::2]
         outputs[0][:, at : at + product.shape[1]] = product
         at += product.shape[1]
-    if isinstance(residual, np.ndarray):
-        outputs[0][...] += residual
+    if of.residual is not None:
+        outputs[0][...] += of.residual
 
 
 def _lower(node: Node, limits: Limits) -> Lowering:
-    x, norm, residual, parts = _take(node, node.inputs)
-    assert isinstance(x, Tensor)
+    attrs, of = node.attrs, _operands(node.attrs, node.inputs)
+    x, y = of.x, node.outputs[0]
     check(
         x.shape[1] % 16 == 0 and x.strides[0] % 4 == 0 and x.offset % 4 == 0,
         "linear",
         f"x {x.shape} must have a multiple of 16 columns, its rows must start at multiples of 4 words",
     )
-    y = node.outputs[0]
-    pairs = []
+    pieces = []
     at = 0
-    for w in parts:
-        assert isinstance(w, Tensor)
-        width = w.shape[0] // 2 if node.attrs.swiglu else w.shape[0]
-        pairs.append((w, y.narrow(1, at, width), None if residual is None else residual.narrow(1, at, width)))  # type: ignore[attr-defined]
+    for w in of.parts:
+        width = w.shape[0] // 2 if attrs.swiglu else w.shape[0]
+        pieces.append((w, y.narrow(1, at, width), of.residual and of.residual.narrow(1, at, width)))
         at += width
     if x.shape[0] <= MAX_ROWS:
-        return [[_rows(node.attrs, x, norm, w, out, res, limits) for w, out, res in pairs]]  # type: ignore[arg-type]
+        return [[_rows(attrs, of, w, out, residual, limits) for w, out, residual in pieces]]
     stages: Lowering = []
-    if isinstance(norm, Tensor):
-        normed = scratch("linear: normed x", x.shape)
-        stages.append([rms_norm_dispatch(x, norm, normed, node.attrs.eps, limits)])
-        x = normed
-    stages.append([_tiled(node.attrs, x, w, out, res, limits) for w, out, res in pairs])
+    if of.norm is not None:
+        x = scratch("linear: normed x", x.shape)
+        stages.append([rms_norm_dispatch(of.x, of.norm, x, attrs.eps, limits)])
+    if of.squares is not None:
+        x = scratch("linear: scaled x", x.shape)
+        stages.append([_scale_groups(of.x, of.squares, x, attrs.eps, limits)])
+    stages.append([_tiled(attrs, x, w, out, residual, limits) for w, out, residual in pieces])
     return stages
+
+
+def _scale_groups(x: Tensor, squares: Tensor, y: Tensor, eps: float, limits: Limits) -> Dispatch:
+    n_rows, n_groups, n_parts = squares.shape
+    push = (At(x), x.strides[0], At(squares), At(y), x.shape[1], n_rows, n_groups, n_parts, float(eps))
+    binds = (Bind(x, "r"), Bind(squares, "r"), Bind(y, "w"))
+    return Dispatch(SCALE_GROUPS, binds, push, spread(n_rows, limits.max_groups[0]))
 
 
 def plane_places(w: Tensor) -> tuple[PushValue, PushValue, PushValue]:
@@ -148,37 +194,50 @@ def plane_places(w: Tensor) -> tuple[PushValue, PushValue, PushValue]:
 
 
 def _rows(
-    attrs: Attrs, x: Tensor, norm: Tensor | None, w: Tensor, y: Tensor, residual: Tensor | None, limits: Limits
+    attrs: Attrs, of: _Operands[Tensor], w: Tensor, y: Tensor, residual: Tensor | None, limits: Limits
 ) -> Dispatch:
+    x = of.x
     n_out, n_in = w.shape
     binds = [Bind(w, "r"), Bind(x, "r"), Bind(y, "w")]
     defines = [f"W_{w.dtype.upper()}"]
     push: list[PushValue] = [*plane_places(w), n_in, n_out, At(x), x.strides[0], At(y), y.strides[0]]
-    if norm is not None:
-        binds.append(Bind(norm, "r"))
-        defines.append("NORM")
-    push += [0 if norm is None else At(norm), float(attrs.eps)]
+    extra = of.norm or of.squares
+    if extra is not None:
+        binds.append(Bind(extra, "r"))
+        defines.append("NORM" if of.norm else "GROUPS")
+    push += [0 if extra is None else At(extra), float(attrs.eps)]
     if residual is not None:
         binds.append(Bind(residual, "r"))
         defines.append("RESIDUAL")
         push += [At(residual), residual.strides[0]]
     else:
         push += [0, 0]
+    push += [1, 0] if of.squares is None else [n_in // of.squares.shape[1], of.squares.shape[2]]
     if attrs.swiglu:
         defines.append("SWIGLU")
     kernel = Kernel("linear_rows", 128, tuple(defines))
-    n_r = _weight_rows_per_team(n_out, attrs.swiglu, limits)
-    ahead = 1 if limits.team_lanes <= 8 or n_r > 2 else min(4, max(1, n_in // (16 * limits.team_lanes)))
-    teams = max(1, kernel.local_size // limits.team_lanes)
-    groups = spread(-(-n_out // (teams * n_r)), limits.max_groups[0])
-    return Dispatch(kernel, tuple(binds), tuple(push), groups, spec=(x.shape[0], n_r, ahead))
+    n_r, split, ahead = _shape_of_work(n_out, n_in, x.shape[0], limits)
+    groups = spread(-(-n_out * split // (TEAMS * n_r)), limits.max_groups[0])
+    return Dispatch(kernel, tuple(binds), tuple(push), groups, spec=(x.shape[0], n_r, split, ahead))
 
 
-def _weight_rows_per_team(n_out: int, swiglu: bool, limits: Limits) -> int:
-    """Rows of weights a team takes: more share each load of x, fewer spread small matrices over the device."""
-    if limits.team_lanes <= 8 or n_out >= 16384:  # CPU drivers: loads are what costs
-        return 4
-    return 2 if swiglu else 1
+def _shape_of_work(n_out: int, n_in: int, n_tokens: int, limits: Limits) -> tuple[int, int, int]:
+    """(weight rows a team takes, teams that share them, chunks loaded ahead).
+
+    `split` sets the order of the sums, so it depends on the matrix only, never on the number of tokens.
+    """
+    if limits.subgroup_size <= 8:  # CPU drivers: there is nothing to fill, sharing the loads of x is what counts
+        return 4 if n_tokens <= 4 else 2, 1, 1
+    chunks_per_lane = -(-n_in // (16 * LANES))
+    split = 1
+    while n_out * split < ENOUGH_TEAMS and split < TEAMS and chunks_per_lane > split:
+        split *= 2
+    n_r = 1 if n_tokens == 1 and n_out < 32768 else 2
+    if n_tokens > 2 and n_out >= 4096:
+        n_r = 4
+    left = -(-chunks_per_lane // split)
+    ahead = max(a for a in (1, 2, 4) if a <= left and a * n_r <= 8)
+    return n_r, split, ahead
 
 
 def _tiled(attrs: Attrs, x: Tensor, w: Tensor, y: Tensor, residual: Tensor | None, limits: Limits) -> Dispatch:
@@ -201,34 +260,46 @@ def _tiled(attrs: Attrs, x: Tensor, w: Tensor, y: Tensor, residual: Tensor | Non
 
 
 def _kernels() -> list[Kernel]:
-    out = []
+    out = [SCALE_GROUPS]
     for fmt in FORMATS:
         for after in ((), ("RESIDUAL",), ("SWIGLU",)):
             out.append(Kernel("linear_tiled", 128, (f"W_{fmt.upper()}", *after)))
-            for before in ((), ("NORM",)):
+            for before in ((), ("NORM",), ("GROUPS",)):
                 out.append(Kernel("linear_rows", 128, (f"W_{fmt.upper()}", *before, *after)))
     return out
 
 
 def _cases() -> list[Case]:
     def case(
-        n: int, n_in: int, rows: Sequence[int], fmts: Sequence[str], norm: bool = False, after: str = "", pad: int = 0
+        n: int, n_in: int, rows: Sequence[int], fmts: Sequence[str], before: str = "", after: str = "", pad: int = 0
     ) -> Case:
         def build(b: CaseBuilder) -> None:
             x = b.input(b.normal(n, n_in + pad)).narrow(1, pad, n_in)
             parts = [b.weight(b.normal(r, n_in, scale=n_in**-0.5), f) for r, f in zip(rows, fmts, strict=True)]
-            w_norm = b.input(b.uniform(0.5, 1.5, n_in)) if norm else None
+            w_norm = b.input(b.uniform(0.5, 1.5, n_in)) if before == "norm" else None
+            squares = b.input(b.uniform(1, 50, n, n_in // 32, 3)) if before == "groups" else None
             residual = b.input(b.normal(n, sum(rows))) if after == "residual" else None
-            b.output(linear(b.graph, x, parts, norm=w_norm, eps=1e-6, residual=residual, swiglu=after == "swiglu"))
+            b.output(
+                linear(
+                    b.graph,
+                    x,
+                    parts,
+                    norm=w_norm,
+                    eps=1e-6,
+                    group_squares=squares,
+                    residual=residual,
+                    swiglu=after == "swiglu",
+                )
+            )
 
         what = ",".join(f"{r}x{n_in} {f}" for r, f in zip(rows, fmts, strict=True))
-        return Case(f"n={n} {what}{' norm' if norm else ''} {after}".rstrip(), build)
+        return Case(f"n={n} {what} {before} {after}".rstrip(), build)
 
     out = [case(n, 128, [70], [fmt]) for n in (1, 3, 16, 17, 33) for fmt in FORMATS]
-    out += [case(n, 256, [64, 6], ["q8_0", "f32"], True) for n in (1, 2, 4, 7, 16, 40)]
-    out += [case(n, 512, [96], [fmt], True, "swiglu") for n in (1, 5, 70) for fmt in FORMATS]
-    out += [case(n, 96, [33, 130], ["f16", "q8_0"], False, "residual", pad=4) for n in (1, 16, 100)]
-    out += [case(1, 3584, [1024], ["q8_0"], False, "residual"), case(512, 64, [200], ["q8_0"])]
+    out += [case(n, 256, [64, 6], ["q8_0", "f32"], "norm") for n in (1, 2, 4, 7, 16, 40)]
+    out += [case(n, 512, [96], [fmt], "norm", "swiglu") for n in (1, 5, 70) for fmt in FORMATS]
+    out += [case(n, 96, [33, 130], ["f16", "q8_0"], "groups", "residual", pad=4) for n in (1, 16, 100)]
+    out += [case(1, 3584, [1024], ["q8_0"], "", "residual"), case(512, 64, [200], ["q8_0"])]
     return out
 
 
