@@ -17,7 +17,10 @@ SPAN = 2048  # values one workgroup of the first pass looks at
 
 
 def argmax(g: Graph, x: Tensor) -> Tensor:
-    """Index of the largest value of every row of x [n_rows, n], i32 [n_rows]. The lowest index wins ties; NaN never."""
+    """Index of the largest value of every row of x [n_rows, n], i32 [n_rows].
+
+    The lowest index wins ties and NaN never wins; a row of NaN only gives 0.
+    """
     check(x.ndim == 2 and x.strides[1] == 1, "argmax", f"x must be rows of contiguous numbers, got shape {x.shape}")
     y = g.temp("argmax", (x.shape[0],), I32)
     g.add(OP, [x], [y])
@@ -26,7 +29,9 @@ def argmax(g: Graph, x: Tensor) -> Tensor:
 
 def _reference(node: Node, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
     x = inputs[0]
-    outputs[0][...] = np.argmax(np.where(np.isnan(x), -np.inf, x), axis=-1)
+    filled = np.where(np.isnan(x), -np.inf, x)
+    best = (filled == filled.max(axis=-1, keepdims=True)) & ~np.isnan(x)  # argmax of NaN as -inf could pick the NaN
+    outputs[0][...] = np.argmax(best, axis=-1)
 
 
 def _lower(node: Node, limits: Limits) -> Lowering:

@@ -17,6 +17,7 @@ def embed_rows(g: Graph, tokens: Tensor, parts: Sequence[Tensor]) -> Tensor:
     Ids must lie inside the table: contexts check them before anything runs (the kernel writes nothing for others).
     """
     check(tokens.ndim == 1 and tokens.dtype == I32, "embed_rows", f"tokens must be i32 [n_rows], got {tokens.shape}")
+    check(len(parts) > 0, "embed_rows", "no table was given")
     n_embd = parts[0].shape[1]
     check(all(p.shape[1] == n_embd for p in parts), "embed_rows", "the table's parts differ in their columns")
     y = g.temp("embed_rows", (tokens.shape[0], n_embd))
