@@ -37,7 +37,8 @@ MAX_ROWS = 16  # of x, for the batch-invariant kernel
 TILE_W, TILE_X = 64, 32
 SCALE_GROUPS = Kernel("scale_groups", 128)
 LANES, TEAMS = 8, 16  # of a workgroup of linear_rows (include/lanes.glsl)
-ENOUGH_TEAMS = 8192  # below this many teams, several share a row so that the device is filled
+ENOUGH_TEAMS = 24576  # below this many teams, several share a row so that the device is filled
+LARGE, MEDIUM = 32768, 4096  # weight rows; these three from a sweep on an H200, see docs/performance.md
 FORMATS = ("f32", "f16", "bf16", "q8_0")
 
 
@@ -232,11 +233,12 @@ def _shape_of_work(n_out: int, n_in: int, n_tokens: int, limits: Limits) -> tupl
     split = 1
     while n_out * split < ENOUGH_TEAMS and split < TEAMS and chunks_per_lane > split:
         split *= 2
-    n_r = 1 if n_tokens == 1 and n_out < 32768 else 2
-    if n_tokens > 2 and n_out >= 4096:
-        n_r = 4
-    left = -(-chunks_per_lane // split)
-    ahead = max(a for a in (1, 2, 4) if a <= left and a * n_r <= 8)
+    n_r = 8 if n_out >= LARGE else 4 if n_out >= MEDIUM else 2
+    if n_tokens > 2 and n_out < LARGE:
+        n_r *= 2
+    while n_r * n_tokens > 32:  # sums held in registers
+        n_r //= 2
+    ahead = 2 if split * 2 <= chunks_per_lane and n_tokens * n_r <= 8 else 1
     return n_r, split, ahead
 
 

@@ -124,8 +124,7 @@ def _lower(node: Node, limits: Limits) -> Lowering:
         Bind(q, "w"), Bind(k_cache, "w"), Bind(v_cache, "w"),
     )  # fmt: skip
     also = (Bind(k, "r"), Bind(v, "r"), Bind(k_norm, "r"))
-    teams = KERNEL.local_size // 8  # include/lanes.glsl
-    groups = spread(-(-n_rows * (n_head + k.shape[1]) // teams), limits.max_groups[0])
+    groups = spread(n_rows * (n_head + k.shape[1]), limits.max_groups[0])
     return [[Dispatch(KERNEL, binds, push, groups, spec=(head_dim,), also=also)]]
 
 
