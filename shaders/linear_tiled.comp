@@ -2,14 +2,17 @@
 #extension GL_GOOGLE_include_directive : require
 #include "common.glsl"
 
-// Product of a weight matrix with many rows of x (prompts): a workgroup computes 64 weight rows x 32 rows of x, with
-// tiles of 32 columns in shared memory; each invocation holds 4 x 4 sums.
-const uint TILE_W = 64u, TILE_X = 32u, TILE_K = 32u, PITCH = TILE_K + 1u;
+// Product of a weight matrix with many rows of x (prompts). A workgroup computes LOCAL_SIZE * N_W weight rows times
+// N_X rows of x: an invocation holds its N_W weight rows' sums with all N_X rows in registers, and walks the columns
+// 16 at a time. Weights go from memory to registers (each is needed by one invocation only), x through shared memory,
+// where all invocations read the same place at once. Loads are one step ahead of their use.
+layout(constant_id = 0) const uint N_W = 1u;
+layout(constant_id = 1) const uint N_X = 8u;
 
-layout(local_size_x = 128) in;
+layout(local_size_x = LOCAL_SIZE) in;
 layout(binding = 0) readonly buffer Weights { uint w_words[]; };
 layout(binding = 0) readonly buffer WeightQuads { uvec4 w_quads[]; };
-layout(binding = 1) readonly buffer X { float x[]; };
+layout(binding = 1) readonly buffer X { vec4 x_quads[]; };
 layout(binding = 2) buffer Y { float y[]; };
 #ifdef RESIDUAL
 layout(binding = 3) readonly buffer Residual { float residual[]; };
@@ -22,74 +25,88 @@ layout(push_constant) uniform Push {
 
 #include "weights.glsl"
 
-shared float w_tile[TILE_W * PITCH];
-shared float x_tile[TILE_X * PITCH];
+const uint STAGED = (N_X * 4u + LOCAL_SIZE - 1u) / LOCAL_SIZE;  // quads of x that an invocation brings per step
+
+shared vec4 x_tile[N_X * 4u];
+
+uint x_quad(uint x_first, uint i, uint chunk) {
+    uint row = min(x_first + i / 4u, push.n_x - 1u);
+    return (push.x_at + row * push.x_row) / 4u + chunk * 4u + i % 4u;
+}
 
 void main() {
     uvec3 planes = uvec3(push.plane_0, push.plane_1, push.plane_2);
     uint me = gl_LocalInvocationIndex;
-    uint w_first = (WORKGROUP_INDEX % push.n_w_tiles) * TILE_W;
-    uint x_first = (WORKGROUP_INDEX / push.n_w_tiles) * TILE_X;
+    uint first = (WORKGROUP_INDEX % push.n_w_tiles * LOCAL_SIZE + me) * N_W;
+    uint x_first = WORKGROUP_INDEX / push.n_w_tiles * N_X;
     if (x_first >= push.n_x) { return; }
-    uint my_w = (me % 16u) * 4u, my_x = (me / 16u) * 4u;
-    float sums[4][4];
-    [[unroll]] for (uint i = 0u; i < 4u; ++i) { [[unroll]] for (uint j = 0u; j < 4u; ++j) { sums[i][j] = 0.0; } }
+    float sums[N_W][N_X];
+    [[unroll]] for (uint r = 0u; r < N_W; ++r) { [[unroll]] for (uint t = 0u; t < N_X; ++t) { sums[r][t] = 0.0; } }
 
-    for (uint k = 0u; k < push.n_in; k += TILE_K) {
+    uint n_chunks = push.n_in / 16u;
+    vec4 next_x[STAGED];
+    Chunk next_w[N_W];
+    [[unroll]] for (uint i = 0u; i < STAGED; ++i) {
+        uint quad = me + i * LOCAL_SIZE;
+        if (quad < N_X * 4u) { next_x[i] = x_quads[x_quad(x_first, quad, 0u)]; }
+    }
+    [[unroll]] for (uint r = 0u; r < N_W; ++r) {
+        next_w[r] = load_chunk(planes, push.n_in, min(first + r, push.n_out - 1u), 0u);
+    }
+    for (uint chunk = 0u; chunk < n_chunks; ++chunk) {
         barrier();
-        {
-            uint row = me / 2u, half_of = me % 2u;
-            uint chunk = k / 16u + half_of;
-            uint at = row * PITCH + half_of * 16u;
-            bool inside = chunk * 16u < push.n_in;
-            Chunk c = load_chunk(planes, push.n_in, min(w_first + row, push.n_out - 1u), inside ? chunk : 0u);
-            [[unroll]] for (uint i = 0u; i < 4u; ++i) {
-                vec4 w = unpack(c, i) * c.factor;
+        [[unroll]] for (uint i = 0u; i < STAGED; ++i) {
+            uint quad = me + i * LOCAL_SIZE;
+            if (quad < N_X * 4u) { x_tile[quad] = next_x[i]; }
+        }
+        Chunk w[N_W];
+        [[unroll]] for (uint r = 0u; r < N_W; ++r) { w[r] = next_w[r]; }
+        uint next = min(chunk + 1u, n_chunks - 1u);
+        [[unroll]] for (uint i = 0u; i < STAGED; ++i) {
+            uint quad = me + i * LOCAL_SIZE;
+            if (quad < N_X * 4u) { next_x[i] = x_quads[x_quad(x_first, quad, next)]; }
+        }
+        [[unroll]] for (uint r = 0u; r < N_W; ++r) {
+            next_w[r] = load_chunk(planes, push.n_in, min(first + r, push.n_out - 1u), next);
+        }
+        barrier();
+        [[unroll]] for (uint i = 0u; i < 4u; ++i) {
+            vec4 q[N_W];
+            [[unroll]] for (uint r = 0u; r < N_W; ++r) {
+                q[r] = unpack(w[r], i) * w[r].factor;
 #ifdef HAS_OFFSET
-                w -= c.offset;
+                q[r] -= w[r].offset;
 #endif
-                [[unroll]] for (uint j = 0u; j < 4u; ++j) { w_tile[at + 4u * i + j] = inside ? w[j] : 0.0; }
             }
-        }
-        for (uint i = me; i < TILE_X * TILE_K; i += 128u) {
-            uint row = i / TILE_K, col = i % TILE_K;
-            uint x_at = push.x_at + min(x_first + row, push.n_x - 1u) * push.x_row + k + col;
-            x_tile[row * PITCH + col] = k + col < push.n_in ? x[x_at] : 0.0;
-        }
-        barrier();
-        for (uint col = 0u; col < TILE_K; ++col) {
-            float a[4], b[4];
-            [[unroll]] for (uint i = 0u; i < 4u; ++i) {
-                a[i] = w_tile[(my_w + i) * PITCH + col];
-                b[i] = x_tile[(my_x + i) * PITCH + col];
-            }
-            [[unroll]] for (uint i = 0u; i < 4u; ++i) {
-                [[unroll]] for (uint j = 0u; j < 4u; ++j) { sums[i][j] = fma(a[i], b[j], sums[i][j]); }
+            [[unroll]] for (uint t = 0u; t < N_X; ++t) {
+                vec4 v = x_tile[t * 4u + i];
+                [[unroll]] for (uint r = 0u; r < N_W; ++r) {
+                    sums[r][t] = fma(q[r].x, v.x, fma(q[r].y, v.y, fma(q[r].z, v.z, fma(q[r].w, v.w, sums[r][t]))));
+                }
             }
         }
     }
-    [[unroll]] for (uint j = 0u; j < 4u; ++j) {
-        uint row = x_first + my_x + j;
-        if (row >= push.n_x) { continue; }
+    [[unroll]] for (uint t = 0u; t < N_X; ++t) {
+        uint row = x_first + t;
+        if (row < push.n_x) {
 #ifdef SWIGLU
-        [[unroll]] for (uint i = 0u; i < 4u; i += 2u) {
-            uint out_row = w_first + my_w + i;
-            if (out_row < push.n_out) {
-                float gate = sums[i][j];
-                y[push.y_at + row * push.y_row + out_row / 2u] = gate / (1.0 + exp(-gate)) * sums[i + 1u][j];
+            [[unroll]] for (uint r = 0u; r < N_W; r += 2u) {
+                if (first + r < push.n_out) {
+                    float gate = sums[r][t];
+                    y[push.y_at + row * push.y_row + (first + r) / 2u] = gate / (1.0 + exp(-gate)) * sums[r + 1u][t];
+                }
             }
-        }
 #else
-        [[unroll]] for (uint i = 0u; i < 4u; ++i) {
-            uint out_row = w_first + my_w + i;
-            if (out_row < push.n_out) {
-                float value = sums[i][j];
+            [[unroll]] for (uint r = 0u; r < N_W; ++r) {
+                if (first + r < push.n_out) {
+                    float value = sums[r][t];
 #ifdef RESIDUAL
-                value += residual[push.residual_at + row * push.residual_row + out_row];
+                    value += residual[push.residual_at + row * push.residual_row + first + r];
 #endif
-                y[push.y_at + row * push.y_row + out_row] = value;
+                    y[push.y_at + row * push.y_row + first + r] = value;
+                }
             }
-        }
 #endif
+        }
     }
 }

@@ -34,11 +34,12 @@ from vkbackend.ops.rms_norm import rms_norm_dispatch
 from vkbackend.packing import plane_starts
 
 MAX_ROWS = 16  # of x, for the batch-invariant kernel
-TILE_W, TILE_X = 64, 32
 SCALE_GROUPS = Kernel("scale_groups", 128)
 LANES, TEAMS = 8, 16  # of a workgroup of linear_rows (include/lanes.glsl)
 ENOUGH_TEAMS = 24576  # below this many teams, several share a row so that the device is filled
 LARGE, MEDIUM = 32768, 4096  # weight rows; these three from a sweep on an H200, see docs/performance.md
+TILED_LANES = 64  # invocations in a workgroup of linear_tiled
+ENOUGH_TILES = 256  # workgroups of linear_tiled below which tiles are cut smaller
 FORMATS = ("f32", "f16", "bf16", "q8_0")
 
 
@@ -244,7 +245,8 @@ def _shape_of_work(n_out: int, n_in: int, n_tokens: int, limits: Limits) -> tupl
 
 def _tiled(attrs: Attrs, x: Tensor, w: Tensor, y: Tensor, residual: Tensor | None, limits: Limits) -> Dispatch:
     n_out, n_in = w.shape
-    n_w_tiles, n_x_tiles = -(-n_out // TILE_W), -(-x.shape[0] // TILE_X)
+    n_w, n_x = _shape_of_tile(n_out, x.shape[0], limits)
+    n_w_tiles, n_x_tiles = -(-n_out // (TILED_LANES * n_w)), -(-x.shape[0] // n_x)
     binds = [Bind(w, "r"), Bind(x, "r"), Bind(y, "w")]
     defines = [f"W_{w.dtype.upper()}"]
     push: list[PushValue] = [*plane_places(w), n_in, n_out, At(x), x.strides[0], At(y), y.strides[0], x.shape[0]]
@@ -256,16 +258,34 @@ def _tiled(attrs: Attrs, x: Tensor, w: Tensor, y: Tensor, residual: Tensor | Non
         push += [0, 0]
     if attrs.swiglu:
         defines.append("SWIGLU")
-    kernel = Kernel("linear_tiled", 128, tuple(defines))
+    kernel = Kernel("linear_tiled", TILED_LANES, tuple(defines))
     groups = spread(n_w_tiles * n_x_tiles, limits.max_groups[0])
-    return Dispatch(kernel, tuple(binds), (*push, n_w_tiles), groups)
+    return Dispatch(kernel, tuple(binds), (*push, n_w_tiles), groups, spec=(n_w, n_x))
+
+
+def _shape_of_tile(n_out: int, n_rows: int, limits: Limits) -> tuple[int, int]:
+    """(weight rows an invocation takes, rows of x it takes): as many as leave enough workgroups.
+
+    Each x that is read from shared memory serves one sum per weight row, each weight one sum per row of x. At least two
+    weight rows, so that SwiGLU finds gate and up in one invocation.
+    """
+    # CPU drivers read shared memory lane by lane, and compile more slowly the more sums there are.
+    shapes = ((8, 4),) if limits.subgroup_size <= 8 else ((4, 16), (2, 16), (2, 8))
+    n_w, n_x = next((s for s in shapes if _tiles(n_out, n_rows, *s) >= ENOUGH_TILES), shapes[-1])
+    while n_w > 2 and n_out <= TILED_LANES * n_w // 2:
+        n_w //= 2
+    return n_w, n_x
+
+
+def _tiles(n_out: int, n_rows: int, n_w: int, n_x: int) -> int:
+    return -(-n_out // (TILED_LANES * n_w)) * -(-n_rows // n_x)
 
 
 def _kernels() -> list[Kernel]:
     out = [SCALE_GROUPS]
     for fmt in FORMATS:
         for after in ((), ("RESIDUAL",), ("SWIGLU",)):
-            out.append(Kernel("linear_tiled", 128, (f"W_{fmt.upper()}", *after)))
+            out.append(Kernel("linear_tiled", TILED_LANES, (f"W_{fmt.upper()}", *after)))
             for before in ((), ("NORM",), ("GROUPS",)):
                 out.append(Kernel("linear_rows", 128, (f"W_{fmt.upper()}", *before, *after)))
     return out
