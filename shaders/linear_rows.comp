@@ -48,7 +48,8 @@ float group_scale(uint t, uint column) {
     uint at = push.norm_at + (t * n_groups + column / push.group_size) * push.group_parts;
     float sum = 0.0;
     for (uint i = 0u; i < push.group_parts; ++i) { sum += group_squares[at + i]; }
-    return inversesqrt(sum / float(push.group_size) + push.eps);
+    precise float mean = sum / float(push.group_size) + push.eps;
+    return inversesqrt(mean);
 }
 #endif
 
@@ -61,7 +62,8 @@ float joined(uint row, uint t) {
         squares += team_squares[(first_team + i) * TOKENS + t];
     }
 #ifdef NORM
-    sum *= inversesqrt(squares / float(push.n_in) + push.eps);
+    precise float mean = squares / float(push.n_in) + push.eps;
+    sum *= inversesqrt(mean);
 #endif
     return sum;
 }
@@ -157,7 +159,7 @@ void main() {
 #else
     for (uint i = gl_LocalInvocationIndex; i < rows * TOKENS; i += LOCAL_SIZE) {
         uint row = i % rows, t = i / rows;
-        float value = joined(row, t);
+        precise float value = joined(row, t);  // scaling and adding are never contracted to a fma
         if (base + row < push.n_out) {
 #ifdef RESIDUAL
             value += residual[push.residual_at + t * push.residual_row + base + row];
