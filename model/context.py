@@ -118,8 +118,7 @@ class Context:
         self, ubatch: UBatch, rows: Rows, kind: str, greedy: bool, extra: dict[str, Floats]
     ) -> dict[str, NDArray[np.float32]]:
         n_past = [self._memory.seqs[s].n_past for s in ubatch.seqs]
-        bound = max(n_past) + ubatch.n_tokens
-        bound = min(self.n_ctx, max(SMALLEST_KV_BOUND, 1 << (bound - 1).bit_length()))
+        bound = kv_bucket(max(n_past) + ubatch.n_tokens, self.n_ctx)
         shape = StepShape(ubatch.n_tokens, len(ubatch.seqs), bound, kind, self.hidden, greedy and kind != "none")
         program = self._program(shape)
         feeds = {
@@ -153,6 +152,11 @@ class Context:
         return lost
 
     # ---- sequences
+
+    @property
+    def memory(self) -> Memory:
+        """The device memory and its books; for graph builders, not for users."""
+        return self._memory
 
     @property
     def n_ctx(self) -> int:
@@ -216,6 +220,11 @@ class Context:
         if not 0 <= seq < self.n_seq_max:
             raise ContextError(f"sequence {seq} does not exist; this context has 0..{self.n_seq_max - 1} (n_seq_max)")
         return seq
+
+
+def kv_bucket(n: int, n_ctx: int) -> int:
+    """A bound on the positions attention looks at, for n positions: powers of two, so that few shapes are recorded."""
+    return min(n_ctx, max(SMALLEST_KV_BOUND, 1 << (n - 1).bit_length()))
 
 
 def single_sequence(tokens: Sequence[int], seq: int, pos: int | None, logits: str) -> Batch:

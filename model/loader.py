@@ -9,19 +9,13 @@ from pathlib import Path
 
 from vkbackend.device import Device, open_device
 from vkbackend.errors import ContextError, ModelError
+from vkbackend.model.burst import Burst, DraftBurst, PlainBurst
 from vkbackend.model.context import Context
 from vkbackend.model.gguf import GGUFFile, open_gguf
 from vkbackend.model.hparams import HParams, read_hparams
 from vkbackend.model.memory import Memory, MemoryShape
 from vkbackend.model.mtp import MtpContext, MtpKeys, build_mtp, request_mtp
-from vkbackend.model.qwen35 import (
-    HIDDEN_KINDS,
-    BlockKeys,
-    HeadKeys,
-    build_trunk,
-    request_block,
-    request_head,
-)
+from vkbackend.model.qwen35 import HIDDEN_KINDS, Trunk, build_trunk, request_block, request_head
 from vkbackend.model.tokenizer import Tokenizer
 from vkbackend.model.weights import WeightLoader
 
@@ -42,7 +36,7 @@ class Model:
         hparams: HParams,
         tokenizer: Tokenizer,
         loader: WeightLoader,
-        trunk: tuple[tuple[BlockKeys, ...], HeadKeys] | None,
+        trunk: Trunk | None,
         mtp: MtpKeys | None,
         n_ubatch: int,
         weight_bytes: int,
@@ -99,8 +93,7 @@ class Model:
             conv_kernel=hp.conv_kernel,
         )
         memory = Memory(self.device, shape)
-        blocks, head = self._trunk
-        build = partial(build_trunk, hp, self._loader, blocks, head, memory)
+        build = partial(build_trunk, self._trunk, memory)
         return Context(self.device, memory, build, hp.n_vocab, hp.n_embd, self.n_ubatch, hidden)
 
     def mtp_context(self, n_ctx: int = 4096, n_seq_max: int = 1, hidden: str = "post_norm") -> MtpContext:
@@ -117,6 +110,20 @@ class Model:
         memory = Memory(self.device, shape)
         build = partial(build_mtp, self._loader, self._mtp, memory)
         return MtpContext(self.device, memory, build, hp.n_vocab, hp.n_embd, self.n_ubatch, hidden)
+
+    def burst(self, context: Context, mtp: MtpContext | None = None, n_drafts: int = 0) -> Burst | None:
+        """Greedy decoding of sequence 0 by several steps in one submission, plain or (with `mtp`) speculative.
+
+        None where that brings nothing (NumPy, CPU drivers) or is not possible ("pre_norm" drafts).
+        """
+        assert self._trunk is not None
+        if self.device.max_burst <= 1:
+            return None
+        if mtp is None:
+            return PlainBurst(self.device, self._trunk, context)
+        if mtp.hidden != "post_norm" or self._mtp is None or context.n_rs_seq < n_drafts:
+            return None
+        return DraftBurst(self.device, self._trunk, self._mtp, context, mtp, n_drafts)
 
     def close(self) -> None:
         """Frees the device with everything on it. Contexts of this model must not be used afterwards."""
@@ -147,7 +154,8 @@ def load(
     loader = WeightLoader(opened)
     trunk = None
     if "blk.0.attn_norm.weight" in file.tensors:
-        trunk = (tuple(request_block(loader, file, hp, i) for i in range(hp.n_main)), request_head(loader, file, hp))
+        blocks = tuple(request_block(loader, file, hp, i) for i in range(hp.n_main))
+        trunk = Trunk(hp, loader, blocks, request_head(loader, file, hp))
     mtp_file, mtp_hp = _mtp_source(file, hp, draft)
     mtp = request_mtp(loader, mtp_file, mtp_hp) if mtp_file is not None else None
     weight_bytes = loader.load(progress)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vkbackend.errors import ContextError, ModelError
-from vkbackend.graph import Graph
+from vkbackend.graph import Graph, Tensor
 from vkbackend.model.batch import Batch
 from vkbackend.model.context import Context, DecodeOutput, single_sequence
 from vkbackend.model.gguf import GGUFFile
@@ -77,11 +77,27 @@ def request_mtp(loader: WeightLoader, file: GGUFFile, hp: HParams) -> MtpKeys:
 
 def build_mtp(loader: WeightLoader, keys: MtpKeys, memory: Memory, shape: StepShape) -> Graph:
     """The graph of one MTP step. Inputs: tokens [n_rows], hidden [n_rows, n_embd], step [2, n_seqs]."""
-    hp = keys.hp
     g = Graph()
     tokens = g.input("tokens", (shape.n_rows,), "i32")
-    hidden = g.input("hidden", (shape.n_rows, hp.n_embd))
+    hidden = g.input("hidden", (shape.n_rows, keys.hp.n_embd))
     step = g.input("step", (2, shape.n_seqs), "i32")
+    x = mtp_rows(g, loader, keys, memory, tokens, hidden, step, shape)
+    finish(g, keys.hp, loader, keys.head, x, shape)
+    return g
+
+
+def mtp_rows(
+    g: Graph,
+    loader: WeightLoader,
+    keys: MtpKeys,
+    memory: Memory,
+    tokens: Tensor,
+    hidden: Tensor,
+    step: Tensor,
+    shape: StepShape,
+) -> Tensor:
+    """The block's rows [n_rows, n_embd] for tokens i32 [n_rows], each with the hidden row of the token before it."""
+    hp = keys.hp
     both = g.temp("embedding and hidden", (shape.n_rows, 2 * hp.n_embd))
     embedding = embed_rows(g, tokens, loader.parts(keys.head.table))
     rms_norm(g, embedding, loader.tensor(keys.enorm, hp.n_embd), hp.rms_eps, out=both.narrow(1, 0, hp.n_embd))
@@ -89,9 +105,7 @@ def build_mtp(loader: WeightLoader, keys: MtpKeys, memory: Memory, shape: StepSh
     x = linear(g, both, loader.parts(keys.eh_proj))
     assert isinstance(keys.block.mixer, AttentionKeys)
     x = attention_mixer(g, hp, loader, keys.block.attn_norm, keys.block.mixer, memory.kv[0], x, step, shape)
-    x = feed_forward(g, hp, loader, keys.block, x)
-    finish(g, hp, loader, keys.head, x, shape)
-    return g
+    return feed_forward(g, hp, loader, keys.block, x)
 
 
 class MtpContext(Context):

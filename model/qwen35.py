@@ -151,31 +151,41 @@ def _check_rows(file: GGUFFile, names: tuple[str, ...], want: int) -> None:
         raise ModelError(f"{file.path}: {', '.join(names)} have {have} rows together; the metadata ask for {want}")
 
 
-def build_trunk(
-    hp: HParams,
-    loader: WeightLoader,
-    blocks: tuple[BlockKeys, ...],
-    head: HeadKeys,
-    memory: Memory,
-    shape: StepShape,
-) -> Graph:
+@dataclass(frozen=True)
+class Trunk:
+    """Everything a trunk's graphs are built from, but the memory they work on."""
+
+    hp: HParams
+    loader: WeightLoader
+    blocks: tuple[BlockKeys, ...]
+    head: HeadKeys
+
+
+def build_trunk(trunk: Trunk, memory: Memory, shape: StepShape) -> Graph:
     """The graph of one trunk step. Inputs, i32: tokens [n_rows], step [2, n_seqs] (n_past and slot of each sequence).
 
-    Outputs as the shape asks: logits [rows, n_vocab], argmax i32 [rows], hidden [n_rows, n_embd].
+    Outputs as the shape asks: logits [rows, n_vocab] or argmax i32 [rows], hidden [n_rows, n_embd].
     """
     g = Graph()
     tokens = g.input("tokens", (shape.n_rows,), "i32")
     step = g.input("step", (2, shape.n_seqs), "i32")
-    x = embed_rows(g, tokens, loader.parts(head.table))
+    x = trunk_rows(g, trunk, memory, tokens, step, shape)
+    finish(g, trunk.hp, trunk.loader, trunk.head, x, shape)
+    return g
+
+
+def trunk_rows(g: Graph, trunk: Trunk, memory: Memory, tokens: Tensor, step: Tensor, shape: StepShape) -> Tensor:
+    """The rows after the last block, [n_rows, n_embd], of tokens i32 [n_rows] at the places that step says."""
+    hp, loader = trunk.hp, trunk.loader
+    x = embed_rows(g, tokens, loader.parts(trunk.head.table))
     caches, rings = iter(memory.kv), iter(memory.rings)
-    for block in blocks:
+    for block in trunk.blocks:
         if isinstance(block.mixer, RecurrentKeys):
             x = recurrent_mixer(g, hp, loader, block.attn_norm, block.mixer, next(rings), x, step, shape)
         else:
             x = attention_mixer(g, hp, loader, block.attn_norm, block.mixer, next(caches), x, step, shape)
         x = feed_forward(g, hp, loader, block, x)
-    finish(g, hp, loader, head, x, shape)
-    return g
+    return x
 
 
 def recurrent_mixer(
@@ -254,8 +264,13 @@ def finish(g: Graph, hp: HParams, loader: WeightLoader, head: HeadKeys, x: Tenso
     if shape.logits == "last":
         x = x.reshape(shape.n_seqs, shape.n_tokens, hp.n_embd).narrow(1, shape.n_tokens - 1, 1)
         x = x.reshape(shape.n_seqs, hp.n_embd)
-    logits = linear(g, x, loader.parts(head.output), norm=norm, eps=hp.rms_eps)
+    logits = head_logits(g, hp, loader, head, x)
     if shape.argmax:
         g.output("argmax", argmax(g, logits))
     else:
         g.output("logits", logits)
+
+
+def head_logits(g: Graph, hp: HParams, loader: WeightLoader, head: HeadKeys, x: Tensor) -> Tensor:
+    """Logits [n_rows, n_vocab] of rows x [n_rows, n_embd] before the head's norm."""
+    return linear(g, x, loader.parts(head.output), norm=loader.tensor(head.norm, hp.n_embd), eps=hp.rms_eps)

@@ -6,12 +6,15 @@ One step of the loop, with drafts d1 .. dn (plain decoding is the case n = 0):
 2. the trunk decodes [last, d1 .. dn] in one batch, and the speculator follows it (`process`);
 3. `verify` chooses a token for each row for as long as they match the drafts;
 4. the trunk's memory is rolled back to what was accepted (`seq_rm`: no data moves).
+
+Greedy text on a GPU runs the same steps by several in one submission (vkbackend/model/burst.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -19,6 +22,7 @@ import numpy as np
 
 from vkbackend.errors import ContextError
 from vkbackend.model.batch import Batch
+from vkbackend.spec.draft_mtp import MTPSpeculator
 from vkbackend.spec.sampling import Sampler, Sampling
 from vkbackend.spec.speculator import DraftRequest, SpeculatorSettings
 from vkbackend.spec.stats import Stats
@@ -26,6 +30,7 @@ from vkbackend.spec.stopping import TextAssembler
 from vkbackend.spec.verify import Choose, choose_greedy, choose_sampled, verify
 
 if TYPE_CHECKING:
+    from vkbackend.model.burst import Burst
     from vkbackend.model.context import DecodeOutput
     from vkbackend.model.loader import Model
 
@@ -51,6 +56,14 @@ class Session:
         self.speculator = spec.start(model, n_ctx) if spec else None
         hidden, n_rs_seq = (spec.hidden, spec.n_max) if spec else (None, 0)
         self.context = model.context(n_ctx=n_ctx, n_rs_seq=n_rs_seq, hidden=hidden)
+        self.burst = self._make_burst()
+
+    def _make_burst(self) -> Burst | None:
+        if self.speculator is None:
+            return self.model.burst(self.context)
+        if isinstance(self.speculator, MTPSpeculator):
+            return self.model.burst(self.context, self.speculator.context, self.speculator.n_max)
+        return None
 
     def stream(
         self,
@@ -96,6 +109,7 @@ class TextStream:
         self._assembler = TextAssembler(session.model.tokenizer, stop)
         self._eos = frozenset() if ignore_eos else frozenset(session.model.tokenizer.eos_ids)
         self._history = prompt  # every token so far
+        self._in_bursts = False  # the burst's own state is ahead of the speculator's
         self._pieces = self._run()
 
     def __iter__(self) -> Iterator[str]:
@@ -130,9 +144,16 @@ class TextStream:
                 yield piece
             if self.stop_reason is not None:
                 return
-            start, device_s = perf_counter(), stats.draft_s + stats.verify_s
-            piece = self._take(self._step())
-            stats.host_s += perf_counter() - start - (stats.draft_s + stats.verify_s - device_s)
+            start, device_s = perf_counter(), stats.device_s
+            piece = ""
+            for n_drafts, chosen in self._burst() or [self._step()]:
+                stats.steps += 1
+                if n_drafts:
+                    stats.count_drafts(n_drafts, len(chosen) - 1)
+                piece += self._take(chosen)
+                if self.stop_reason is not None:
+                    break
+            stats.host_s += perf_counter() - start - (stats.device_s - device_s)
 
     def _first(self) -> list[int]:
         """Decodes the prompt and chooses the token after it."""
@@ -151,13 +172,35 @@ class TextStream:
                 session.speculator.process(batch, out.hidden)
         return verify([], self._recent(), self._choose(out))
 
-    def _step(self) -> list[int]:
-        """Decodes the last token, with drafts behind it, and chooses the tokens that follow it."""
+    def _burst(self) -> list[tuple[int, list[int]]]:
+        """Rounds of greedy decoding in one submission: (drafts, chosen tokens) of each; none if not possible."""
+        session, burst = self._session, self._session.burst
+        if burst is None or not self._greedy:
+            return []
+        per_round = max(1.0, self.stats.tokens_per_step or burst.tokens_per_round)
+        wanted = ceil((self._max_tokens - len(self.tokens)) / per_round)
+        n_rounds = 1 << (min(session.model.device.max_burst, wanted).bit_length() - 1)
+        while n_rounds > 1 and not burst.fits(n_rounds):
+            n_rounds //= 2
+        if not burst.fits(n_rounds):
+            return []
+        start = perf_counter()
+        if not self._in_bursts:
+            speculator = session.speculator
+            burst.begin(self._history[-1], speculator.pending_h[0] if isinstance(speculator, MTPSpeculator) else None)
+            self._in_bursts = True
+        rounds = burst.run(n_rounds)
+        self.stats.burst_s += perf_counter() - start
+        return [(burst.tokens_per_round - 1, chosen) for chosen in rounds]
+
+    def _step(self) -> tuple[int, list[int]]:
+        """Decodes the last token, with drafts behind it: the number of drafts, and the tokens chosen to follow it."""
         session, stats = self._session, self.stats
         n_past = len(self._history) - 1  # the last token is not decoded yet
         start = perf_counter()
         drafts: list[int] = []
-        if session.speculator:
+        # After bursts the speculator lacks what they decoded: the few steps left before the context is full go without.
+        if session.speculator and not self._in_bursts:
             drafts = session.speculator.draft([DraftRequest(0, self._history[-1], n_past)])[0]
         drafted = perf_counter()
         batch = Batch(
@@ -168,23 +211,21 @@ class TextStream:
         )
         out = session.context.decode_batch(batch, greedy=self._greedy)
         decoded = perf_counter()
-        if session.speculator:
+        if session.speculator and not self._in_bursts:
             session.speculator.process(batch, out.hidden)
         stats.draft_s += drafted - start + perf_counter() - decoded
         stats.verify_s += decoded - drafted
-        stats.steps += 1
 
         chosen = verify(drafts, self._recent(), self._choose(out))
         n_accepted = len(chosen) - 1
-        if session.speculator:
+        if session.speculator and not self._in_bursts:
             session.speculator.accept(0, n_accepted)
-            stats.count_drafts(len(drafts), n_accepted)
         if not session.context.seq_rm(0, n_past + 1 + n_accepted):
             raise ContextError(
                 f"generate: {len(drafts) - n_accepted} rejected drafts could not be rolled back; the context keeps "
                 f"{session.context.rollback_depth(0)} older states (n_rs_seq)"
             )
-        return chosen
+        return len(drafts), chosen
 
     @property
     def _greedy(self) -> bool:

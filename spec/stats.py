@@ -20,7 +20,8 @@ class Stats:
     tokens after a stop do not). steps: trunk decodes after the prompt. submissions: programs run, of trunk and
     draft together. drafted, accepted: draft tokens made and confirmed; `accepted_per_position[i]` counts how often
     draft i was confirmed. decode_s: everything after the prompt; of this draft_s went to drafting, verify_s to the
-    trunk's decodes, host_s to the rest (sampling, text, and whoever reads the stream is left out).
+    trunk's decodes, burst_s to submissions that hold both, host_s to the rest (sampling, text; whoever reads the
+    stream is left out).
     """
 
     prompt_tokens: int = 0
@@ -33,12 +34,18 @@ class Stats:
     accepted_per_position: list[int] = field(default_factory=list)
     draft_s: float = 0.0
     verify_s: float = 0.0
+    burst_s: float = 0.0
     host_s: float = 0.0
+
+    @property
+    def device_s(self) -> float:
+        """Seconds after the prompt that were spent waiting for the device."""
+        return self.draft_s + self.verify_s + self.burst_s
 
     @property
     def decode_s(self) -> float:
         """Seconds spent after the prompt."""
-        return self.draft_s + self.verify_s + self.host_s
+        return self.device_s + self.host_s
 
     @property
     def prompt_tok_s(self) -> float:
@@ -93,7 +100,8 @@ class Stats:
             out += [
                 f"drafts   {self.accepted} of {self.drafted} accepted ({100 * self.acceptance:.1f} %)",
                 f"         draft 1, 2, .. was accepted in {stood} % of {self.steps} steps",
-                f"time     draft {self.draft_s:.2f} s, verify {self.verify_s:.2f} s, host {self.host_s:.2f} s",
+                f"time     draft {self.draft_s:.2f} s, verify {self.verify_s:.2f} s, bursts {self.burst_s:.2f} s, "
+                f"host {self.host_s:.2f} s",
             ]
         return out
 

@@ -68,7 +68,16 @@ class _Life:
     storage: Storage
     first: int
     last: int
-    accesses: list[_Access] = field(default_factory=list)
+    reads: list[_Access] = field(default_factory=list)
+    writes: list[_Access] = field(default_factory=list)
+
+    def level_after(self, bind: Bind, stage: int, level: int) -> int:
+        """The lowest level from `level` on at which this access conflicts with no earlier one."""
+        earlier = [*self.reads, *self.writes] if "w" in bind.access else self.writes
+        for access in earlier:
+            if access.level >= level and access.stage != stage and overlaps(access.bind.tensor, bind.tensor):
+                level = access.level + 1
+        return level
 
 
 def plan(graph: Graph, limits: Limits) -> Plan:
@@ -98,26 +107,20 @@ def _levels(graph: Graph, limits: Limits) -> tuple[list[_Item], dict[object, _Li
                 binds = (*dispatch.binds, *dispatch.also)
                 level = 0
                 for bind in binds:
-                    life = lives.get(_key(bind.tensor.storage))
-                    for earlier in life.accesses if life else ():
-                        if earlier.level >= level and earlier.stage != stage_id and _conflict(earlier.bind, bind):
-                            level = earlier.level + 1
+                    if (life := lives.get(_key(bind.tensor.storage))) is not None:
+                        level = life.level_after(bind, stage_id, level)
                 items.append(_Item(node.op.name, dispatch, level))
                 for bind in binds:
                     storage = bind.tensor.storage
                     life = lives.setdefault(_key(storage), _Life(storage, level, level))
                     life.first, life.last = min(life.first, level), max(life.last, level)
-                    life.accesses.append(_Access(level, stage_id, bind))
+                    (life.writes if "w" in bind.access else life.reads).append(_Access(level, stage_id, bind))
     return items, lives
 
 
 def _key(storage: Storage) -> object:
     # Two BOUND storages over one buffer are told apart by their words, not by their identity.
     return id(storage.buffer) if storage.role is Role.BOUND else id(storage)
-
-
-def _conflict(a: Bind, b: Bind) -> bool:
-    return ("w" in a.access or "w" in b.access) and overlaps(a.tensor, b.tensor)
 
 
 def overlaps(a: Tensor, b: Tensor) -> bool:

@@ -114,6 +114,11 @@ class Device(Protocol):
         """True: weights are uploaded in packed planes (`quants.py`). False: as float32 (the NumPy device)."""
         ...
 
+    @property
+    def max_burst(self) -> int:
+        """Consecutive decode steps worth recording into one submission: 1 where submitting costs next to nothing."""
+        ...
+
     def allocate(self, n_words: int, dtype: str = F32, label: str = "") -> Buffer:
         """Memory that outlives graphs. Contents are undefined. Raises `DeviceError` when it does not fit."""
         ...

@@ -77,6 +77,7 @@ class KomputeDevice:
         self._timestamp_ns = found[index].timestamp_ns
         self.subgroups = subgroups and uses_subgroups(info.limits)
         self.info: DeviceInfo = replace(info, limits=replace(info.limits, subgroup_shuffle=self.subgroups))
+        self.max_burst = 16 if info.kind == "gpu" else 1  # a CPU driver's steps are long, its submissions cheap
         self._kp = kp
         try:
             self._manager = kp.Manager(index, [], [])

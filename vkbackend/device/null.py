@@ -44,6 +44,7 @@ class NullDevice:
     """Records and runs nothing; every allocation and recording is kept for inspection."""
 
     holds_packed_weights = True
+    max_burst = 16
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.info = DeviceInfo("null", "records, runs nothing", "reference", limits or Limits())

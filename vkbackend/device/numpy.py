@@ -28,6 +28,7 @@ class NumpyDevice:
     """Runs graphs on the CPU with NumPy. `real` is the type of every "f32" tensor: float32, or float64 in tests."""
 
     holds_packed_weights = False
+    max_burst = 1
 
     def __init__(self, real: type[np.floating[Any]] = np.float32) -> None:
         self.real = np.dtype(real)

@@ -16,13 +16,16 @@ PAIRS = Kernel("argmax", 128, ("PAIRS",))
 SPAN = 2048  # values one workgroup of the first pass looks at
 
 
-def argmax(g: Graph, x: Tensor) -> Tensor:
+def argmax(g: Graph, x: Tensor, out: Tensor | None = None) -> Tensor:
     """Index of the largest value of every row of x [n_rows, n], i32 [n_rows].
 
-    The lowest index wins ties and NaN never wins; a row of NaN only gives 0.
+    The lowest index wins ties and NaN never wins; a row of NaN only gives 0. `out`, a contiguous view of that shape,
+    receives the result in place of a fresh tensor.
     """
     check(x.ndim == 2 and x.strides[1] == 1, "argmax", f"x must be rows of contiguous numbers, got shape {x.shape}")
-    y = g.temp("argmax", (x.shape[0],), I32)
+    y = g.temp("argmax", (x.shape[0],), I32) if out is None else out
+    fits = y.shape == (x.shape[0],) and y.dtype == I32 and y.is_contiguous
+    check(fits, "argmax", f"out must be i32 ({x.shape[0]},), got {y.dtype} {y.shape}")
     g.add(OP, [x], [y])
     return y
 
