@@ -22,6 +22,7 @@ from vkbackend.ops.embed_rows import embed_rows
 from vkbackend.ops.linear import linear
 from vkbackend.ops.rms_norm import rms_norm
 from vkbackend.ops.rope_kv_write import rope_kv_write, rope_table
+from vkbackend.ops.swiglu import swiglu
 
 HIDDEN_KINDS = ("pre_norm", "post_norm")
 
@@ -72,7 +73,7 @@ class AttentionKeys:
 
 @dataclass(frozen=True)
 class DenseFfnKeys:
-    """A SwiGLU feed-forward: gate and up rows interleaved in one matrix."""
+    """A SwiGLU feed-forward: gate and up rows interleaved in one matrix, or stacked if their quantisations differ."""
 
     gate_up: Matrix
     down: Matrix
@@ -248,7 +249,11 @@ def attention_mixer(
 def feed_forward(g: Graph, hp: HParams, loader: WeightLoader, block: BlockKeys, x: Tensor) -> Tensor:
     """x + SwiGLU of rms(x). x [n_rows, n_embd]."""
     norm = loader.tensor(block.ffn_norm, hp.n_embd)
-    inner = linear(g, x, loader.parts(block.ffn.gate_up), norm=norm, eps=hp.rms_eps, swiglu=True)
+    keys = block.ffn.gate_up
+    inner = linear(g, x, loader.parts(keys), norm=norm, eps=hp.rms_eps, swiglu=keys.interleave)
+    if not keys.interleave:
+        n_ff = inner.shape[1] // 2
+        inner = swiglu(g, inner.narrow(1, 0, n_ff), inner.narrow(1, n_ff, n_ff))
     return linear(g, inner, loader.parts(block.ffn.down), residual=x)
 
 

@@ -73,11 +73,9 @@ class WeightLoader:
         """Asks for the stack of the named tensors. All need the same number of columns.
 
         Neighbours of one quantisation become one part, each change of it starts another; a part larger than the
-        device can bind is split by rows. Interleaved tensors need one shape and one quantisation.
+        device can bind is split by rows. Interleaved tensors need one shape; where their quantisations differ they are
+        stacked instead: `interleave` of the returned key tells which.
         """
-        key = Matrix(str(file.path), tuple(sources), interleave)
-        if any(p.key == key for p in self._parts):
-            return key
         infos = [self._info(file, name) for name in sources]
         cols = infos[0].shape[-1]
         for info in infos:
@@ -86,11 +84,13 @@ class WeightLoader:
                     f"{file.path}: tensor '{info.name}' has shape {info.shape}; [rows, {cols}] is needed to match "
                     f"'{infos[0].name}'"
                 )
-        if interleave:
-            if len({(i.shape, i.type) for i in infos}) != 1:
-                raise ModelError(
-                    f"{file.path}: {', '.join(sources)} differ in shape or quantisation and can not be interleaved"
-                )
+        if interleave and len({i.shape for i in infos}) != 1:
+            shapes = " and ".join(str(i.shape) for i in infos)
+            raise ModelError(f"{file.path}: {', '.join(sources)} have shapes {shapes}; they must be alike")
+        key = Matrix(str(file.path), tuple(sources), interleave and len({i.type for i in infos}) == 1)
+        if any(p.key == key for p in self._parts):
+            return key
+        if key.interleave:
             groups = [infos]
         else:
             groups = []
