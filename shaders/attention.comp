@@ -26,8 +26,11 @@ layout(push_constant) uniform Push {
     uint y_at; uint n_rows; uint n_tokens; uint n_head; uint n_head_kv; uint n_ctx; uint n_chunks; float scale;
 } push;
 
+const uint DIMS = (DIM + 127u) / 128u;           // dims of a result that one invocation owns
+
 shared vec4 q_tile[MAX_HEADS * MAX_DIM / 4u];
 shared float p_tile[MAX_HEADS * CHUNK];
+shared float team_partial[TEAMS * MAX_HEADS];
 
 void main() {
     uint me = gl_LocalInvocationIndex;
@@ -63,37 +66,60 @@ void main() {
             }
         }
     }
-    float best[HEADS], total[HEADS];
+    // The maximum and the sum of all heads together: one pair of barriers each.
+    float best[HEADS], total[HEADS], p[HEADS];
     [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
-        float x = me < n_keys ? score[h] * push.scale : -3.0e38;
-        best[h] = workgroup_max(x);
-        float p = me < n_keys ? exp(x - best[h]) : 0.0;
-        total[h] = workgroup_add(p);
-        p_tile[h * CHUNK + me] = p;
+        score[h] = me < n_keys ? score[h] * push.scale : -3.0e38;
+        float team_best = team_max(score[h]);
+        if (LANE == 0u) { team_partial[TEAM * HEADS + h] = team_best; }
     }
     barrier();
-    for (uint d = me; d < DIM; d += 128u) {
-        float acc[HEADS];
-        [[unroll]] for (uint h = 0u; h < HEADS; ++h) { acc[h] = 0.0; }
-        uint v_at = push.v_cache_at + first_key * key_row + kv_head * DIM + d;
-        for (uint key0 = 0u; key0 < n_keys; key0 += KEYS) {
-            float v[KEYS];
-            // Beyond the last key its v is loaded again: p is 0 there, while what the cache holds may be NaN.
-            [[unroll]] for (uint i = 0u; i < KEYS; ++i) { v[i] = v_cache[v_at + min(key0 + i, n_keys - 1u) * key_row]; }
-            [[unroll]] for (uint i = 0u; i < KEYS; ++i) {
-                [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
-                    acc[h] = fma(p_tile[h * CHUNK + key0 + i], v[i], acc[h]);
-                }
+    [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
+        best[h] = team_partial[h];
+        for (uint i = 1u; i < TEAMS; ++i) { best[h] = max(best[h], team_partial[i * HEADS + h]); }
+        p[h] = me < n_keys ? exp(score[h] - best[h]) : 0.0;
+        p_tile[h * CHUNK + me] = p[h];
+    }
+    barrier();
+    [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
+        float team_total = team_add(p[h]);
+        if (LANE == 0u) { team_partial[TEAM * HEADS + h] = team_total; }
+    }
+    barrier();
+    [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
+        total[h] = 0.0;
+        for (uint i = 0u; i < TEAMS; ++i) { total[h] += team_partial[i * HEADS + h]; }
+    }
+    float acc[HEADS][DIMS];
+    [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
+        [[unroll]] for (uint j = 0u; j < DIMS; ++j) { acc[h][j] = 0.0; }
+    }
+    uint v_at = push.v_cache_at + first_key * key_row + kv_head * DIM;
+    for (uint key0 = 0u; key0 < n_keys; key0 += KEYS) {
+        float v[KEYS][DIMS];
+        // Beyond the last key its v is loaded again: p is 0 there, while what the cache holds may be NaN.
+        [[unroll]] for (uint i = 0u; i < KEYS; ++i) {
+            uint at = v_at + min(key0 + i, n_keys - 1u) * key_row;
+            [[unroll]] for (uint j = 0u; j < DIMS; ++j) { v[i][j] = v_cache[at + min(me + j * 128u, DIM - 1u)]; }
+        }
+        [[unroll]] for (uint i = 0u; i < KEYS; ++i) {
+            [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
+                float weight = p_tile[h * CHUNK + key0 + i];
+                [[unroll]] for (uint j = 0u; j < DIMS; ++j) { acc[h][j] = fma(weight, v[i][j], acc[h][j]); }
             }
         }
-        [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
-            uint item = row * push.n_head + head + h;
+    }
+    [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
+        uint item = row * push.n_head + head + h;
+        [[unroll]] for (uint j = 0u; j < DIMS; ++j) {
+            uint d = me + j * 128u;
+            if (d >= DIM) { continue; }
             if (DIRECT == 1u) {
                 float g = gate[push.gate_at + row * push.gate_row + (head + h) * push.gate_head + d];
-                y[push.y_at + item * DIM + d] = acc[h] / total[h] / (1.0 + exp(-g));
+                y[push.y_at + item * DIM + d] = acc[h][j] / total[h] / (1.0 + exp(-g));
             } else {
                 uint at = push.y_at + (item * push.n_chunks + chunk) * (DIM + 2u);
-                y[at + 2u + d] = acc[h];
+                y[at + 2u + d] = acc[h][j];
                 if (d == 0u) { y[at] = best[h]; y[at + 1u] = total[h]; }
             }
         }

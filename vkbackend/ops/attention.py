@@ -87,7 +87,8 @@ def _lower(node: Node, limits: Limits) -> Lowering:
     n_chunks = -(-node.attrs.kv_bound // CHUNK)
     direct = n_chunks == 1
     target = y if direct else scratch("attention partials", (n_rows, n_head, n_chunks, head_dim + 2))
-    heads = max(h for h in range(1, 5) if (n_head // n_kv) % h == 0)
+    most = 4 if n_rows * n_chunks > 64 else 2  # few workgroups: rather more of them than fewer loads
+    heads = max(h for h in range(1, most + 1) if (n_head // n_kv) % h == 0)
     push = (
         At(q), At(k_cache), At(v_cache), At(step), step.strides[0], At(gate), gate.strides[0], gate.strides[1],
         At(target), n_rows, n_tokens, n_head, n_kv, k_cache.shape[1], n_chunks, head_dim**-0.5,
@@ -95,7 +96,7 @@ def _lower(node: Node, limits: Limits) -> Lowering:
     binds = (
         Bind(q, "r"), Bind(k_cache, "r"), Bind(v_cache, "r"), Bind(step, "r"), Bind(gate, "r"), Bind(target, "w"),
     )  # fmt: skip
-    block = math.gcd(8, head_dim // 4)
+    block = math.gcd(8 if limits.subgroup_size <= 8 else 16, head_dim // 4)
     groups = spread(n_rows * n_chunks * (n_head // heads), limits.max_groups[0])
     stages: Lowering = [[Dispatch(ATTENTION, binds, push, groups, spec=(heads, int(direct), head_dim, block))]]
     if not direct:
