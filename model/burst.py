@@ -124,11 +124,15 @@ class DraftBurst:
     def __init__(
         self, device: Device, trunk: Trunk, mtp: MtpKeys, context: Context, mtp_context: MtpContext, n_drafts: int
     ) -> None:
+        self.forced_acceptance: float | None = (
+            None  # for measurements: drafts stand with this chance, whatever they are
+        )
+        self._rng = np.random.default_rng(0)
         self.tokens_per_round = n_drafts + 1
         self._device, self._trunk, self._mtp = device, trunk, mtp
         self._context, self._mtp_context = context, mtp_context
         self._n = n_drafts
-        self._programs: dict[tuple[int, int], Program] = {}
+        self._programs: dict[tuple[int, int, bool], Program] = {}
         n, n_embd = n_drafts, trunk.hp.n_embd
         self._integers = device.allocate(4 * (n + 1) + 1, I32, "draft state")
         self._rows = device.allocate((n + 1) * n_embd, label="draft hidden rows")
@@ -160,13 +164,14 @@ class DraftBurst:
     def run(self, n_rounds: int) -> list[list[int]]:
         memory, mtp_memory = self._context.memory, self._mtp_context.memory
         n_past = _check_room(self, memory, n_rounds)
-        key = (n_rounds, kv_bucket(n_past + (n_rounds + 1) * (self._n + 1), self._context.n_ctx))
+        forced = self.forced_acceptance is not None
+        key = (n_rounds, kv_bucket(n_past + (n_rounds + 1) * (self._n + 1), self._context.n_ctx), forced)
         if key not in self._programs:
             graph = build_draft_burst(self._trunk, self._mtp, memory, mtp_memory, self._state, *key)
             self._programs[key] = self._device.compile(graph)
         self._context.submissions += 1
         try:
-            log = self._programs[key].run({})["log"]
+            log = self._programs[key].run({"forced": self._force(n_rounds)} if forced else {})["log"]
         except DeviceError:
             memory.seqs[0] = mtp_memory.seqs[0] = SequenceState()
             raise
@@ -181,12 +186,29 @@ class DraftBurst:
         mtp_memory.seqs[0] = SequenceState(n_past - len(rounds[-1]) + 1)
         return rounds
 
+    def _force(self, n_rounds: int) -> NDArray[np.int32]:
+        """How many drafts each round accepts when each stands with the forced chance, given those before it did."""
+        stand = self._rng.random((n_rounds, self._n)) < (self.forced_acceptance or 0.0)
+        counts: NDArray[np.int32] = np.cumprod(stand, axis=1).sum(axis=1).astype(np.int32)
+        return counts
+
 
 def build_draft_burst(
-    trunk: Trunk, keys: MtpKeys, memory: Memory, mtp_memory: Memory, state: DraftState, n_rounds: int, kv_bound: int
+    trunk: Trunk,
+    keys: MtpKeys,
+    memory: Memory,
+    mtp_memory: Memory,
+    state: DraftState,
+    n_rounds: int,
+    kv_bound: int,
+    force: bool = False,
 ) -> Graph:
-    """No inputs: everything is in the state. Output: log i32 [n_rounds, n + 2]: accepted drafts, targets."""
+    """Everything is in the state. Output: log i32 [n_rounds, n + 2]: accepted drafts, targets.
+
+    `force` adds an input forced i32 [n_rounds], the number of drafts to accept in each round.
+    """
     g = Graph()
+    forced = g.input("forced", (n_rounds,), I32) if force else None
     loader, hp = trunk.loader, trunk.hp
     n = state.tokens.shape[0] - 1
     log = g.temp("log", (n_rounds, n + 2), I32)
@@ -204,7 +226,8 @@ def build_draft_burst(
         rms_norm(g, x, loader.tensor(trunk.head.norm, hp.n_embd), hp.rms_eps, out=state.hidden)
         argmax(g, head_logits(g, hp, loader, trunk.head, x), out=state.targets)
         row = log.narrow(0, i, 1).reshape(n + 2)
-        accept_drafts(g, state.tokens, state.targets, state.steps, state.accepted, row)
+        stand = forced.narrow(0, i, 1) if forced is not None else None
+        accept_drafts(g, state.tokens, state.targets, state.steps, state.accepted, row, stand)
     g.output("log", log)
     return g
 

@@ -9,12 +9,20 @@ layout(binding = 1) readonly buffer Targets { int targets[]; };
 layout(binding = 2) buffer Steps { int steps[]; };
 layout(binding = 3) buffer Accepted { int accepted[]; };
 layout(binding = 4) buffer Log { int log_values[]; };
-layout(push_constant) uniform Push { uint tokens_at; uint targets_at; uint steps_at; uint accepted_at; uint log_at; uint n; } push;
+#ifdef FORCED
+layout(binding = 5) readonly buffer Forced { int forced[]; };
+#endif
+layout(push_constant) uniform Push {
+    uint tokens_at; uint targets_at; uint steps_at; uint accepted_at; uint log_at; uint n; uint forced_at;
+} push;
 
 void main() {
     if (gl_LocalInvocationIndex != 0u) { return; }
     uint m = 0u;
     while (m < push.n && tokens[push.tokens_at + 1u + m] == targets[push.targets_at + m]) { ++m; }
+#ifdef FORCED
+    m = uint(clamp(forced[push.forced_at], 0, int(push.n)));
+#endif
     int past = steps[push.steps_at + 2u * push.n];
     int next = past + int(m) + 1;
     accepted[push.accepted_at] = int(m);
