@@ -70,7 +70,9 @@ if [ ! -x .venv/bin/python ]; then
     say "making .venv with $("$python" --version)"
     "$python" -m venv .venv
 fi
-pip() { .venv/bin/python -m pip --disable-pip-version-check -q "$@"; }
+log=.venv/setup.log
+quietly() { "$@" >>"$log" 2>&1 || { tail -n 40 "$log" >&2; say "failed: $*"; exit 1; }; }
+pip() { quietly .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 pip install --upgrade "pip>=23" "setuptools>=68" wheel
 
 # kp 0.9.0 has no wheels; without these switches its build downloads fmt, pybind11 and the Vulkan headers. The venv
@@ -78,10 +80,10 @@ pip install --upgrade "pip>=23" "setuptools>=68" wheel
 if ! .venv/bin/python -c "import kp" 2>/dev/null; then
     say "building Kompute's Python module (about a minute)"
     venv=$PWD/.venv
-    env VIRTUAL_ENV="$venv" PATH="$venv/bin:$PATH" \
+    quietly env VIRTUAL_ENV="$venv" PATH="$venv/bin:$PATH" \
         KOMPUTE_OPT_INSTALL=OFF KOMPUTE_OPT_USE_BUILT_IN_FMT=OFF KOMPUTE_OPT_USE_BUILT_IN_PYBIND11=OFF \
         KOMPUTE_OPT_USE_BUILT_IN_VULKAN_HEADER=OFF KOMPUTE_OPT_DISABLE_VULKAN_VERSION_CHECK=ON \
-        "$venv/bin/python" -m pip --disable-pip-version-check -q install --no-cache-dir "kp==0.9.0" "numpy<2"
+        "$venv/bin/python" -m pip --disable-pip-version-check install --no-cache-dir "kp==0.9.0" "numpy<2"
     .venv/bin/python -c "import kp" || { say "kp was built but can not be imported"; exit 1; }
 fi
 say "installing vkbackend and its Python packages"
