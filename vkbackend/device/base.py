@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from vkbackend.graph import F32, Graph
+from vkbackend.errors import DeviceError, VkBackendError
+from vkbackend.graph import F32, Graph, Tensor
 
 Array = NDArray[Any]
 Words = NDArray[np.uint32]
@@ -146,3 +147,21 @@ class Device(Protocol):
     def close(self) -> None:
         """Frees everything. Buffers and programs of this device must not be used afterwards."""
         ...
+
+
+def feed(name: str, tensor: Tensor, feeds: Mapping[str, Array]) -> Array:
+    """The array given for a graph input. Raises `VkBackendError` when it is missing or has another shape."""
+    if name not in feeds:
+        raise VkBackendError(f"graph input '{name}' was not given; this graph needs shape {tensor.shape}")
+    data = np.asarray(feeds[name])
+    if data.shape != tensor.shape:
+        raise VkBackendError(f"graph input '{name}' has shape {data.shape}; this graph was built for {tensor.shape}")
+    return data
+
+
+def check_range(device: str, buffer: Buffer, offset: int, n_words: int) -> None:
+    """Raises `DeviceError` when words [offset, offset + n_words) are not all inside a buffer."""
+    if offset < 0 or n_words < 0 or offset + n_words > buffer.n_words:
+        raise DeviceError(
+            f"{device}: words [{offset}, {offset + n_words}) are outside a buffer of {buffer.n_words} words"
+        )

@@ -14,8 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from vkbackend.device.base import Array, Buffer, DeviceInfo, Limits, Words
-from vkbackend.errors import DeviceError, VkBackendError
+from vkbackend.device.base import Array, Buffer, DeviceInfo, Limits, Words, feed
+from vkbackend.errors import DeviceError
 from vkbackend.graph import I32, Graph, Tensor
 from vkbackend.ops.op import Kernel
 from vkbackend.schedule import ARENA, INPUTS, OUTPUTS, Launch, Plan, plan
@@ -150,11 +150,7 @@ class DispatchProgram:
 
 
 def _as_words(name: str, tensor: Tensor, feeds: Mapping[str, Array]) -> Words:
-    if name not in feeds:
-        raise VkBackendError(f"graph input '{name}' was not given; this graph needs shape {tensor.shape}")
-    data = np.asarray(feeds[name], np.int32 if tensor.dtype == I32 else np.float32)
-    if data.shape != tensor.shape:
-        raise VkBackendError(f"graph input '{name}' has shape {data.shape}; this graph was built for {tensor.shape}")
+    data = np.asarray(feed(name, tensor, feeds), np.int32 if tensor.dtype == I32 else np.float32)
     return np.ascontiguousarray(data).reshape(-1).view(np.uint32)
 
 

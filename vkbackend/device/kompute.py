@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from vkbackend.device.base import Array, Buffer, DeviceInfo, Words
+from vkbackend.device.base import Array, Buffer, DeviceInfo, Words, check_range
 from vkbackend.device.copy import COPY_WORDS, FILL_WORDS, GRID
 from vkbackend.device.dispatching import Command, DispatchProgram, HostRegion, RegionPool, check_allocation
 from vkbackend.device.probe import uses_subgroups, vulkan_devices
@@ -106,7 +106,7 @@ class KomputeDevice:
 
     def upload(self, buffer: Buffer, offset: int, data: Array) -> None:
         words = np.ascontiguousarray(data).reshape(-1).view(np.uint32)
-        self._check_range(buffer, offset, words.size)
+        check_range(self.info.name, buffer, offset, words.size)
         staging = self._get_staging()
         for start in range(0, words.size, staging.n_words):
             part = words[start : start + staging.n_words]
@@ -114,7 +114,7 @@ class KomputeDevice:
             self._eval(COPY_WORDS, [staging, buffer], (0, offset + start, part.size))
 
     def download(self, buffer: Buffer, offset: int, n_words: int) -> Words:
-        self._check_range(buffer, offset, n_words)
+        check_range(self.info.name, buffer, offset, n_words)
         staging = self._get_staging()
         out = np.empty(n_words, np.uint32)
         for start in range(0, n_words, staging.n_words):
@@ -124,12 +124,12 @@ class KomputeDevice:
         return out
 
     def fill(self, buffer: Buffer, offset: int, n_words: int, word: int) -> None:
-        self._check_range(buffer, offset, n_words)
+        check_range(self.info.name, buffer, offset, n_words)
         self._eval(FILL_WORDS, [buffer], (offset, n_words, word))
 
     def copy(self, source: Buffer, source_at: int, target: Buffer, target_at: int, n_words: int) -> None:
-        self._check_range(source, source_at, n_words)
-        self._check_range(target, target_at, n_words)
+        check_range(self.info.name, source, source_at, n_words)
+        check_range(self.info.name, target, target_at, n_words)
         self._eval(COPY_WORDS, [source, target], (source_at, target_at, n_words))
 
     def _tensor(self, data: Words, kind: Any, label: str) -> Any:
@@ -146,12 +146,6 @@ class KomputeDevice:
             tensor = self._tensor(np.zeros(n, np.uint32), self._kp.TensorTypes.host, "staging")
             self._staging = KomputeHostRegion(tensor, n, cast(Words, tensor.data()))
         return self._staging
-
-    def _check_range(self, buffer: Buffer, offset: int, n_words: int) -> None:
-        if offset < 0 or n_words < 0 or offset + n_words > buffer.n_words:
-            raise DeviceError(
-                f"{self.info.name}: words [{offset}, {offset + n_words}) are outside a buffer of {buffer.n_words} words"
-            )
 
     # ---- programs
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from vkbackend.device.base import Array, Buffer, DeviceInfo, Limits, Words
+from vkbackend.device.base import Array, Buffer, DeviceInfo, Limits, Words, check_range, feed
 from vkbackend.errors import DeviceError
 from vkbackend.graph import F32, I32, Graph, Role, Storage, Tensor
 
@@ -56,20 +56,25 @@ class NumpyDevice:
     def upload(self, buffer: Buffer, offset: int, data: Array) -> None:
         target = _array(buffer)
         flat = np.ascontiguousarray(data).reshape(-1)
+        check_range("numpy", buffer, offset, flat.size)
         if flat.dtype == np.uint32:
             flat = flat.view(np.int32 if target.dtype == np.int32 else np.float32)
         target[offset : offset + flat.size] = flat
 
     def download(self, buffer: Buffer, offset: int, n_words: int) -> Words:
+        check_range("numpy", buffer, offset, n_words)
         part = _array(buffer)[offset : offset + n_words]
         if part.dtype == np.float64:
             part = part.astype(np.float32)
         return part.view(np.uint32).copy()
 
     def fill(self, buffer: Buffer, offset: int, n_words: int, word: int) -> None:
+        check_range("numpy", buffer, offset, n_words)
         self.upload(buffer, offset, np.full(n_words, word, np.uint32))
 
     def copy(self, source: Buffer, source_at: int, target: Buffer, target_at: int, n_words: int) -> None:
+        check_range("numpy", source, source_at, n_words)
+        check_range("numpy", target, target_at, n_words)
         _array(target)[target_at : target_at + n_words] = _array(source)[source_at : source_at + n_words]
 
     def compile(self, graph: Graph, poison: bool = False, timestamps: bool = False) -> NumpyProgram:
@@ -114,7 +119,7 @@ class NumpyProgram:
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         for name, view in self._inputs.items():
-            view[...] = feeds[name]
+            view[...] = feed(name, self._graph.inputs[name], feeds)
         with np.errstate(over="ignore", under="ignore"):
             for node, inputs, outputs in self._steps:
                 node.op.reference(node, inputs, outputs)
