@@ -1,0 +1,234 @@
+"""The Kompute device: memory at odd places, errors, its self-test, recordings."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vkbackend.device import kompute as module
+from vkbackend.device.base import Words
+from vkbackend.device.copy import COPY_WORDS, FILL_WORDS
+from vkbackend.device.dispatching import Command
+from vkbackend.device.kompute import KomputeDevice, KomputeRecording
+from vkbackend.errors import DeviceError
+from vkbackend.graph import Graph
+from vkbackend.ops.rms_norm import rms_norm
+
+
+@pytest.fixture
+def fresh(kompute: KomputeDevice) -> Iterator[KomputeDevice]:
+    """A device of this test's own (where there is one at all)."""
+    device = KomputeDevice(0)
+    yield device
+    device.close()
+
+
+def random_words(rng: np.random.Generator, n: int) -> Words:
+    """Any bit patterns, NaN payloads and denormals among them: copies must not touch them."""
+    return rng.integers(0, 1 << 32, n, dtype=np.uint32)
+
+
+@pytest.mark.parametrize("staging", [None, 7])
+def test_upload_download_fill_copy_match_numpy(
+    fresh: KomputeDevice, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, staging: int | None
+) -> None:
+    if staging:  # transfers in many pieces
+        monkeypatch.setattr(module, "STAGING_WORDS", staging)
+    a, b = (random_words(rng, n) for n in (200, 90))
+    x, y = fresh.allocate(200), fresh.allocate(90)
+    fresh.upload(x, 0, a)
+    fresh.upload(y, 0, b)
+    for _ in range(12):
+        n = int(rng.integers(0, 60))
+        i, j = int(rng.integers(0, 200 - n + 1)), int(rng.integers(0, 90 - n + 1))
+        kind = rng.integers(0, 4)
+        if kind == 0:
+            a[i : i + n] = random_words(rng, n)
+            fresh.upload(x, i, a[i : i + n])
+        elif kind == 1:
+            word = int(rng.integers(0, 1 << 32))
+            a[i : i + n] = word
+            fresh.fill(x, i, n, word)
+        elif kind == 2:
+            b[j : j + n] = a[i : i + n]
+            fresh.copy(x, i, y, j, n)
+        else:
+            n //= 2
+            a[100 : 100 + n] = a[3 : 3 + n]
+            fresh.copy(x, 3, x, 100, n)
+        np.testing.assert_array_equal(fresh.download(x, i, n), a[i : i + n])
+        np.testing.assert_array_equal(fresh.download(x, 0, 200), a)
+        np.testing.assert_array_equal(fresh.download(y, 0, 90), b)
+
+
+def test_arrays_of_any_layout_upload_their_bits(kompute: KomputeDevice, rng: np.random.Generator) -> None:
+    data = rng.standard_normal((6, 10)).astype(np.float32)
+    buffer = kompute.allocate(61)
+    for view in (data, data.T, data[::2, 1:4], np.asarray([-1, 2], np.int32)):
+        kompute.upload(buffer, 1, view)
+        want = np.ascontiguousarray(view).reshape(-1).view(np.uint32)
+        np.testing.assert_array_equal(kompute.download(buffer, 1, want.size), want)
+
+
+@pytest.mark.parametrize(("offset", "n"), [(0, 11), (10, 1), (-1, 2), (3, -1), (11, 0)])
+def test_ranges_outside_a_buffer_are_refused(
+    kompute: KomputeDevice, monkeypatch: pytest.MonkeyPatch, offset: int, n: int
+) -> None:
+    buffer, large = kompute.allocate(10), kompute.allocate(100)
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("something was dispatched")
+
+    monkeypatch.setattr(kompute, "_eval", fail)
+    message = rf"kompute:0: words \[{offset}, {offset + n}\) are outside a buffer of 10 words"
+    with pytest.raises(DeviceError, match=message):
+        kompute.download(buffer, offset, n)
+    with pytest.raises(DeviceError, match=message):
+        kompute.fill(buffer, offset, n, 1)
+    if n >= 0:
+        with pytest.raises(DeviceError, match=message):
+            kompute.upload(buffer, offset, np.zeros(n, np.float32))
+        with pytest.raises(DeviceError, match=message):
+            kompute.copy(large, 0, buffer, offset, n)
+        with pytest.raises(DeviceError, match=message):
+            kompute.copy(buffer, offset, large, 0, n)
+
+
+@pytest.mark.parametrize("wrong", ["one bit", "all zero", "shifted"])
+def test_the_self_test_finds_wrong_reads(monkeypatch: pytest.MonkeyPatch, kompute: KomputeDevice, wrong: str) -> None:
+    honest = KomputeDevice.download
+
+    def lying(self: KomputeDevice, buffer: Any, offset: int, n_words: int) -> Words:
+        words = honest(self, buffer, offset, n_words)
+        if wrong == "one bit":
+            words[n_words // 3] ^= 1
+        elif wrong == "all zero":
+            words[:] = 0
+        else:
+            words = np.roll(words, 1)
+        return words
+
+    monkeypatch.setattr(KomputeDevice, "download", lying)
+    with pytest.raises(DeviceError, match=r"kompute:0: Kompute reads back other values.*numpy<2"):
+        KomputeDevice(0)
+
+
+def test_numpy_2_is_refused(monkeypatch: pytest.MonkeyPatch, kompute: KomputeDevice) -> None:
+    monkeypatch.setattr(np, "__version__", "2.1.0")
+    with pytest.raises(DeviceError, match=r"NumPy 2\.1\.0: pip install 'numpy<2'"):
+        KomputeDevice(0)
+
+
+def test_without_kp_the_error_tells_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kp", None)
+    with pytest.raises(DeviceError, match=r"package kp .*make setup"):
+        KomputeDevice(0)
+
+
+@pytest.mark.parametrize("index", [-1, 99])
+def test_an_unknown_index_lists_the_devices(kompute: KomputeDevice, index: int) -> None:
+    with pytest.raises(DeviceError, match=rf"kompute:{index}: .*found \d+: kompute:0 \("):
+        KomputeDevice(index)
+
+
+def test_no_device_at_all(monkeypatch: pytest.MonkeyPatch, kompute: KomputeDevice) -> None:
+    monkeypatch.setattr(module, "vulkan_devices", lambda prefix: [])
+    with pytest.raises(DeviceError, match="found 0: none, install a Vulkan driver"):
+        KomputeDevice(0)
+
+
+def test_too_large_a_buffer_is_refused_before_kompute_sees_it(
+    kompute: KomputeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError("Kompute was asked")
+
+    monkeypatch.setattr(kompute, "_tensor", fail)
+    limits = kompute.info.limits
+    most = min(limits.max_storage_range, limits.max_buffer_bytes)
+    with pytest.raises(DeviceError, match=rf"the kv cache needs {most // 4 * 4 + 4} bytes.*allows 1\.\.{most}"):
+        kompute.allocate(most // 4 + 1, label="the kv cache")
+
+
+def test_what_kompute_raises_is_told_as_a_device_error(fresh: KomputeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def __getattr__(self, name: str) -> Any:
+            def fail(*_: Any) -> Any:
+                raise RuntimeError(f"{name} failed")
+
+            return fail
+
+    with pytest.raises(DeviceError, match="running a recording failed: eval failed"):
+        KomputeRecording(Failing(), [], 1.0).run()
+    manager = fresh._manager
+    monkeypatch.setattr(fresh, "_manager", Failing())
+    with pytest.raises(DeviceError, match="kompute:0: allocating 400 bytes for the ring failed: tensor_t failed"):
+        fresh.allocate(100, label="the ring")
+    with pytest.raises(DeviceError, match=r"pipeline for fill_words\.comp failed: algorithm failed"):
+        fresh._algorithm(FILL_WORDS, [], (9,), (1, 1, 1), (0,))
+    monkeypatch.setattr(fresh, "_manager", manager)
+
+
+def test_one_algorithm_serves_every_push_constant(fresh: KomputeDevice) -> None:
+    x, y = fresh.allocate(8), fresh.allocate(8)
+    before = len(fresh._algorithms)
+    a = fresh._algorithm(COPY_WORDS, [x, y], (), (4, 1, 1), (0, 0, 8))
+    assert fresh._algorithm(COPY_WORDS, [x, y], (), (4, 1, 1), (1, 2, 3)) is a
+    others = [
+        fresh._algorithm(COPY_WORDS, [y, x], (), (4, 1, 1), (0, 0, 8)),
+        fresh._algorithm(COPY_WORDS, [x, y], (1,), (4, 1, 1), (0, 0, 8)),
+        fresh._algorithm(COPY_WORDS, [x, y], (), (5, 1, 1), (0, 0, 8)),
+    ]
+    assert all(other is not a for other in others) and len(fresh._algorithms) == before + 4
+
+
+def test_levels_run_one_after_the_other(fresh: KomputeDevice, rng: np.random.Generator) -> None:
+    """A long chain of copies: each reads what the one before wrote."""
+    n, steps = 5000, 20
+    data = random_words(rng, n)
+    x, y = fresh.allocate(n), fresh.allocate(n)
+    fresh.upload(x, 0, data)
+    inputs, outputs = fresh.pool.host("inputs", 1), fresh.pool.host("outputs", 1)
+    levels = []
+    for i in range(steps):
+        source, target = ((x, y), (y, x))[i % 2]
+        # Each step moves the words one place on.
+        levels.append(
+            [
+                Command("step", COPY_WORDS, (source, target), (0, 1, n - 1), (16, 1, 1), ()),
+                Command("first", FILL_WORDS, (target,), (0, 1, i), (1, 1, 1), ()),
+            ]
+        )
+    fresh.record(levels, inputs, outputs, False).run()
+    want = np.concatenate([np.arange(steps, dtype=np.uint32)[::-1], data[: n - steps]])
+    np.testing.assert_array_equal(fresh.download(x, 0, n), want)
+
+
+@pytest.mark.parametrize("timestamps", [False, True])
+def test_a_program_runs_again_with_other_inputs(
+    fresh: KomputeDevice, rng: np.random.Generator, timestamps: bool
+) -> None:
+    g = Graph()
+    x, w = g.input("x", (3, 50)), g.input("w", (50,))
+    g.output("y", rms_norm(g, rms_norm(g, x, w, 1e-6), w, 1e-6))
+    program = fresh.compile(g, timestamps=timestamps)
+    w_data = rng.uniform(0.5, 1.5, 50)
+    for _ in range(3):
+        x_data = rng.standard_normal((3, 50))
+        y = program.run({"x": x_data, "w": w_data})["y"]
+        for _ in range(2):
+            x_data = x_data / np.sqrt(np.mean(x_data**2, -1, keepdims=True) + 1e-6) * w_data
+        np.testing.assert_allclose(y, x_data, rtol=1e-5, atol=1e-6)
+        if timestamps:
+            seconds = program.level_seconds()
+            assert len(seconds) == 2 and all(0 <= s < 10 for s in seconds)
+
+
+def test_the_variant_without_subgroups(kompute_shared: KomputeDevice, kompute: KomputeDevice) -> None:
+    assert not kompute_shared.subgroups and not kompute_shared.info.limits.subgroup_shuffle
+    assert replace(kompute.info.limits, subgroup_shuffle=False) == kompute_shared.info.limits
