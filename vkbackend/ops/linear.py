@@ -39,7 +39,7 @@ LANES, TEAMS = 8, 16  # of a workgroup of linear_rows (include/lanes.glsl)
 ENOUGH_TEAMS = 24576  # below this many teams, several share a row so that the device is filled
 LARGE, MEDIUM = 32768, 4096  # weight rows; these three from a sweep on an H200, see docs/performance.md
 TILED_LANES = 64  # invocations in a workgroup of linear_tiled
-ENOUGH_TILES = 256  # workgroups of linear_tiled below which tiles are cut smaller
+ENOUGH_TILES = 256  # workgroups of linear_blocks below which tiles are cut smaller
 FORMATS = ("f32", "f16", "bf16", "q8_0")
 
 
@@ -245,8 +245,6 @@ def _shape_of_work(n_out: int, n_in: int, n_tokens: int, limits: Limits) -> tupl
 
 def _tiled(attrs: Attrs, x: Tensor, w: Tensor, y: Tensor, residual: Tensor | None, limits: Limits) -> Dispatch:
     n_out, n_in = w.shape
-    n_w, n_x = _shape_of_tile(n_out, x.shape[0], limits)
-    n_w_tiles, n_x_tiles = -(-n_out // (TILED_LANES * n_w)), -(-x.shape[0] // n_x)
     binds = [Bind(w, "r"), Bind(x, "r"), Bind(y, "w")]
     defines = [f"W_{w.dtype.upper()}"]
     push: list[PushValue] = [*plane_places(w), n_in, n_out, At(x), x.strides[0], At(y), y.strides[0], x.shape[0]]
@@ -258,27 +256,32 @@ def _tiled(attrs: Attrs, x: Tensor, w: Tensor, y: Tensor, residual: Tensor | Non
         push += [0, 0]
     if attrs.swiglu:
         defines.append("SWIGLU")
-    kernel = Kernel("linear_tiled", TILED_LANES, tuple(defines))
+    tiles = _cpu_tiles if limits.subgroup_size <= 8 else _gpu_tiles
+    name, local_size, spec, tile_w, tile_x = tiles(n_out, x.shape[0])
+    n_w_tiles, n_x_tiles = -(-n_out // tile_w), -(-x.shape[0] // tile_x)
     groups = spread(n_w_tiles * n_x_tiles, limits.max_groups[0])
-    return Dispatch(kernel, tuple(binds), (*push, n_w_tiles), groups, spec=(n_w, n_x))
+    kernel = Kernel(name, local_size, tuple(defines))
+    return Dispatch(kernel, tuple(binds), (*push, n_w_tiles), groups, spec=spec)
 
 
-def _shape_of_tile(n_out: int, n_rows: int, limits: Limits) -> tuple[int, int]:
-    """(weight rows an invocation takes, rows of x it takes): as many as leave enough workgroups.
+_Tiles = tuple[str, int, tuple[int, int], int, int]  # kernel, local size, specialisation, tile along weights, along x
 
-    Each x that is read from shared memory serves one sum per weight row, each weight one sum per row of x. At least two
-    weight rows, so that SwiGLU finds gate and up in one invocation.
-    """
-    # CPU drivers read shared memory lane by lane, and compile more slowly the more sums there are.
-    shapes = ((8, 4),) if limits.subgroup_size <= 8 else ((4, 16), (2, 16), (2, 8))
-    n_w, n_x = next((s for s in shapes if _tiles(n_out, n_rows, *s) >= ENOUGH_TILES), shapes[-1])
+
+def _cpu_tiles(n_out: int, n_rows: int) -> _Tiles:
+    """CPU drivers read shared memory lane by lane: weights stay in registers, only x is shared."""
+    n_w, n_x = 8, 4
     while n_w > 2 and n_out <= TILED_LANES * n_w // 2:
         n_w //= 2
-    return n_w, n_x
+    return "linear_tiled", TILED_LANES, (n_w, n_x), TILED_LANES * n_w, n_x
 
 
-def _tiles(n_out: int, n_rows: int, n_w: int, n_x: int) -> int:
-    return -(-n_out // (TILED_LANES * n_w)) * -(-n_rows // n_x)
+def _gpu_tiles(n_out: int, n_rows: int) -> _Tiles:
+    """The largest tile that still leaves enough workgroups."""
+    for n_w, n_x in ((8, 8), (8, 4), (4, 4)):
+        tile_w, tile_x = 16 * n_w, 8 * n_x
+        if -(-n_out // tile_w) * -(-n_rows // tile_x) >= ENOUGH_TILES:
+            break
+    return "linear_blocks", 128, (n_w, n_x), tile_w, tile_x
 
 
 def _kernels() -> list[Kernel]:
@@ -286,6 +289,7 @@ def _kernels() -> list[Kernel]:
     for fmt in FORMATS:
         for after in ((), ("RESIDUAL",), ("SWIGLU",)):
             out.append(Kernel("linear_tiled", TILED_LANES, (f"W_{fmt.upper()}", *after)))
+            out.append(Kernel("linear_blocks", 128, (f"W_{fmt.upper()}", *after)))
             for before in ((), ("NORM",), ("GROUPS",)):
                 out.append(Kernel("linear_rows", 128, (f"W_{fmt.upper()}", *before, *after)))
     return out
