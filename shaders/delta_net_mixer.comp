@@ -61,14 +61,33 @@ float convolve(inout Tap tap, float x) {
     return silu(sum);
 }
 
+// What one invocation reads of a token.
+struct Token { float q; float k; float v; float alpha; float beta; float z[N_R]; };
+
+Token load_token(uint row, uint head, uint part, uint q_channel, uint k_channel, uint v_channel, bool has_k, bool has_v) {
+    uint base = row * push.p_row;
+    Token token;
+    token.q = has_k ? p[push.qkv_at + base + q_channel] : 0.0;
+    token.k = has_k ? p[push.qkv_at + base + k_channel] : 0.0;
+    token.v = has_v ? p[push.qkv_at + base + v_channel] : 0.0;
+    token.alpha = p[push.alpha_at + base + head];
+    token.beta = p[push.beta_at + base + head];
+    [[unroll]] for (uint r = 0u; r < N_R; ++r) {
+        token.z[r] = p[push.z_at + base + head * push.dv + min(part * ROWS + TEAM * N_R + r, push.dv - 1u)];
+    }
+    return token;
+}
+
 float dot_in_order(vec4 a, vec4 b, float sum) {
     return fma(a.x, b.x, fma(a.y, b.y, fma(a.z, b.z, fma(a.w, b.w, sum))));
 }
 
+// The sum of this workgroup's squares of token row `row`; every team computes it, one lane writes.
 void write_squares(uint row, uint head, uint part, uint parity) {
     float sum = 0.0;
-    for (uint i = 0u; i < ROWS; ++i) { sum += square_shared[parity * ROWS + i]; }
-    y[push.squares_at + (row * push.n_v_heads + head) * push.n_parts + part] = sum;
+    [[unroll]] for (uint i = 0u; i < ROWS / LANES; ++i) { sum += square_shared[parity * ROWS + i * LANES + LANE]; }
+    sum = team_add(sum);
+    if (gl_LocalInvocationIndex == 0u) { y[push.squares_at + (row * push.n_v_heads + head) * push.n_parts + part] = sum; }
 }
 
 void main() {
@@ -107,40 +126,34 @@ void main() {
         }
     }
     float rate = w[push.a_at + head], bias = w[push.dt_at + head];
-    float q_raw = 0.0, k_raw = 0.0, v_raw = 0.0;
+    Token next = load_token(s * push.n_tokens, head, part, q_channel, k_channel, v_channel, has_k, has_v);
 
     for (uint t = 0u; t < push.n_tokens; ++t) {
         uint row = s * push.n_tokens + t, parity = t & 1u;
-        uint base = row * push.p_row;
+        Token now = next;
         uint position = n_past + t;
         bool keep_column = writes_ring && t + push.n_columns >= push.n_tokens;
         uint column_at = push.conv_ring_at + (slot * push.n_columns + position % push.n_columns) * conv_dim;
-        // Everything this token needs from memory is asked for before the barrier.
-        float alpha = p[push.alpha_at + base + head], beta = p[push.beta_at + base + head];
-        float z[N_R];
-        [[unroll]] for (uint r = 0u; r < N_R; ++r) {
-            z[r] = p[push.z_at + base + head * push.dv + min(part * ROWS + TEAM * N_R + r, push.dv - 1u)];
-        }
         if (has_k) {
-            q_raw = p[push.qkv_at + base + q_channel];
-            k_raw = p[push.qkv_at + base + k_channel];
-            q_shared[parity * DK + me] = convolve(q_tap, q_raw);
-            k_shared[parity * DK + me] = convolve(k_tap, k_raw);
+            q_shared[parity * DK + me] = convolve(q_tap, now.q);
+            k_shared[parity * DK + me] = convolve(k_tap, now.k);
             if (keep_column && owns_k_head) {
-                conv_ring[column_at + q_channel] = q_raw;
-                conv_ring[column_at + k_channel] = k_raw;
+                conv_ring[column_at + q_channel] = now.q;
+                conv_ring[column_at + k_channel] = now.k;
             }
         }
         if (has_v) {
-            v_raw = p[push.qkv_at + base + v_channel];
-            v_shared[parity * ROWS + me] = convolve(v_tap, v_raw);
-            if (keep_column) { conv_ring[column_at + v_channel] = v_raw; }
+            v_shared[parity * ROWS + me] = convolve(v_tap, now.v);
+            if (keep_column) { conv_ring[column_at + v_channel] = now.v; }
         }
-        float x = alpha + bias;
+        // What the next token needs from memory is asked for while this one is worked on.
+        uint row_after = min(row + 1u, (s + 1u) * push.n_tokens - 1u);
+        next = load_token(row_after, head, part, q_channel, k_channel, v_channel, has_k, has_v);
+        float x = now.alpha + bias;
         float decay = exp((max(x, 0.0) + log(1.0 + exp(-abs(x)))) * rate);  // exp(softplus(x) * a)
-        beta = 1.0 / (1.0 + exp(-beta));
+        float beta = 1.0 / (1.0 + exp(-now.beta));
         barrier();
-        if (t > 0u && me == LOCAL_SIZE - 1u) { write_squares(row - 1u, head, part, 1u - parity); }
+        if (t > 0u) { write_squares(row - 1u, head, part, 1u - parity); }
 
         vec4 k[MINE], q[MINE];
         float kk = 0.0, qq = 0.0, sums[N_R];
@@ -178,7 +191,7 @@ void main() {
             if (LANE == 0u) {
                 square_shared[parity * ROWS + TEAM * N_R + r] = state_row < push.dv ? o * o : 0.0;
                 if (state_row < push.dv) {
-                    y[push.y_at + (row * push.n_v_heads + head) * push.dv + state_row] = o * norm_w[r] * silu(z[r]);
+                    y[push.y_at + (row * push.n_v_heads + head) * push.dv + state_row] = o * norm_w[r] * silu(now.z[r]);
                 }
             }
             if (keep_state && state_row < push.dv) {
@@ -190,5 +203,5 @@ void main() {
         }
     }
     barrier();
-    if (me == LOCAL_SIZE - 1u) { write_squares(s * push.n_tokens + push.n_tokens - 1u, head, part, (push.n_tokens - 1u) & 1u); }
+    write_squares(s * push.n_tokens + push.n_tokens - 1u, head, part, (push.n_tokens - 1u) & 1u);
 }
