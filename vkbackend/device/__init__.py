@@ -32,10 +32,16 @@ def devices() -> list[DeviceInfo]:
 def open_device(name: str = "auto") -> Device:
     """Opens a device by name: "auto", "kompute" or "kompute:N", "vulkan" or "vulkan:N", "numpy", "null".
 
+    "kompute:N:relaxed" is the same device without barriers between levels: faster, and right on every driver tried, but
+    nothing in Vulkan promises it (docs/kompute.md).
     "auto" takes the first GPU through Kompute, else the first through Vulkan itself, else the NumPy fallback (a CPU
     Vulkan driver is slower than NumPy). Raises `DeviceError` for an unknown name or a device that does not open.
     """
     kind, _, index = name.partition(":")
+    index, _, option = index.partition(":")
+    relaxed = kind == "kompute" and option == "relaxed"
+    if option and not relaxed:
+        raise DeviceError(f"device '{name}' has an unknown option; kompute:N:relaxed is the only one")
     if kind == "auto" and not index:
         return _auto()
     if kind == "numpy" and not index:
@@ -47,7 +53,7 @@ def open_device(name: str = "auto") -> Device:
     if kind == "kompute" and (not index or index.isdigit()):
         from vkbackend.device.kompute import KomputeDevice
 
-        return KomputeDevice(int(index or 0))
+        return KomputeDevice(int(index or 0), relaxed=relaxed)
     if kind == "vulkan" and (not index or index.isdigit()):
         from vkbackend.device.vulkan import VulkanDevice
 

@@ -61,11 +61,15 @@ class KomputeRecording:
 
 
 class KomputeDevice:
-    """One physical device driven through Kompute. Raises `DeviceError` when it can not be opened."""
+    """One physical device driven through Kompute. Raises `DeviceError` when it can not be opened.
+
+    `relaxed` leaves out what stands for a barrier between levels. Every dispatch still records Kompute's own transfer
+    barriers, on which drivers were seen to wait for the dispatch before; nothing in Vulkan promises it (docs/kompute.md).
+    """
 
     holds_packed_weights = True
 
-    def __init__(self, index: int = 0, subgroups: bool = True) -> None:
+    def __init__(self, index: int = 0, subgroups: bool = True, relaxed: bool = False) -> None:
         kp = _import_kp()
         found = vulkan_devices("kompute")
         if not 0 <= index < len(found):
@@ -78,6 +82,7 @@ class KomputeDevice:
         self.subgroups = subgroups and uses_subgroups(info.limits)
         self.info: DeviceInfo = replace(info, limits=replace(info.limits, subgroup_shuffle=self.subgroups))
         self.max_burst = 16 if info.kind == "gpu" else 1  # a CPU driver's steps are long, its submissions cheap
+        self._relaxed = relaxed
         self._kp = kp
         try:
             self._manager = kp.Manager(index, [], [])
@@ -166,7 +171,7 @@ class KomputeDevice:
         sequence.record(kp.OpTensorSyncDevice([_tensor_of(inputs)]))
         n, ends = 1, [1]
         for i, level in enumerate(levels):
-            if i > 0:
+            if i > 0 and not self._relaxed:
                 # Kompute has no compute-to-compute barrier; a one-word transfer between two levels is one.
                 sequence.record(kp.OpTensorSyncLocal([self._barrier]))
                 n += 1
