@@ -11,7 +11,9 @@ from vkbackend.ops import all_ops
 from vkbackend.ops.case import run_case
 
 
-@pytest.mark.parametrize("name", ["cuda", "kompute:x", "kompute:0:fast", "numpy:0:relaxed", "vulkan:0:relaxed", "numpy:1"])
+@pytest.mark.parametrize(
+    "name", ["cuda", "kompute:x", "kompute:0:fast", "numpy:0:relaxed", "vulkan:0:relaxed", "numpy:1"]
+)
 def test_unknown_names_are_refused(name: str) -> None:
     with pytest.raises(DeviceError, match="device"):
         open_device(name)

@@ -64,7 +64,7 @@ class KomputeDevice:
     """One physical device driven through Kompute. Raises `DeviceError` when it can not be opened.
 
     `relaxed` leaves out what stands for a barrier between levels. Every dispatch still records Kompute's own transfer
-    barriers, on which drivers were seen to wait for the dispatch before; nothing in Vulkan promises it (docs/kompute.md).
+    barriers, on which drivers were seen to wait for the dispatch before; nothing promises it (docs/kompute.md).
     """
 
     holds_packed_weights = True
