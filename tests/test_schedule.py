@@ -24,7 +24,7 @@ from vkbackend.ops.op import At, Bind, Dispatch, Kernel, Lowering, Op, scratch
 from vkbackend.schedule import ALIGN, ARENA, INPUTS, OUTPUTS, Launch, Plan, overlaps, plan
 
 SEEDS = st.integers(0, 2**32 - 1)
-Place = tuple[Hashable, int]  # (storage or buffer, word)
+Place = tuple[Any, int]  # (storage, buffer or region; word)
 
 
 def unused(*_: Any) -> Any:
@@ -134,7 +134,7 @@ def random_program(seed: int) -> Maker:
     return m
 
 
-def home(t: Tensor) -> Hashable:
+def home(t: Tensor) -> Any:
     """What the words of a view are words of: its storage, or the buffer that storages share."""
     return t.storage.buffer if t.storage.role is Role.BOUND else t.storage
 

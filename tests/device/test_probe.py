@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vkbackend.device import probe
-from vkbackend.device.base import Features, Limits
+from vkbackend.device.base import DeviceInfo, Features, Limits
 from vkbackend.device.kompute import KomputeDevice
 from vkbackend.device.probe import PhysicalDevice, create_instance, load_vulkan, uses_subgroups, vulkan_devices
 from vkbackend.device.vulkan import VulkanDevice
@@ -63,7 +63,7 @@ def vulkan_devices_stub(limits: Limits) -> PhysicalDevice:
     return PhysicalDevice(info, 1.0, Supported(frozenset(), (), Features()), frozenset(), "x", 8)
 
 
-SOME_INFO = probe.DeviceInfo("vulkan:3", "a GPU", "gpu", Limits())
+SOME_INFO = DeviceInfo("vulkan:3", "a GPU", "gpu", Limits())
 
 
 @pytest.mark.parametrize("kind", ["kompute", "vulkan"])

@@ -37,7 +37,7 @@ def make_shape(n_rs_seq: int, n_recurrent: int = 2, n_attention: int = 1) -> Mem
 def array(t: Tensor) -> Array:
     """The live NumPy view of a memory tensor."""
     buffer: Any = t.storage.buffer
-    return buffer.data[t.storage.base : t.storage.base + t.size].reshape(t.shape)
+    return np.asarray(buffer.data[t.storage.base : t.storage.base + t.size].reshape(t.shape))
 
 
 class Stamped:
