@@ -1,4 +1,4 @@
-"""Wheels ship compiled SPIR-V: compiles every kernel before the packages are collected. All else is in pyproject.toml."""
+"""Wheels ship compiled SPIR-V: every kernel is compiled first. All else is in pyproject.toml."""
 
 from __future__ import annotations
 
