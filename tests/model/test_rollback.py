@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from synthetic import write_model
 
 from vkbackend.device.kompute import KomputeDevice
 from vkbackend.model.batch import Batch
 from vkbackend.model.context import Context
 from vkbackend.model.loader import Model, load
-
-from .synthetic import write_model
 
 EXAMPLES = int(os.environ.get("VKBACKEND_EXAMPLES", "25"))
 N_CTX = 160

@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from synthetic import write_model
 
 from vkbackend.device.kompute import KomputeDevice
 from vkbackend.device.numpy import NumpyDevice
 from vkbackend.errors import ContextError, DeviceError
 from vkbackend.model.loader import Model, load
 from vkbackend.model.memory import SeqRm
-
-from .synthetic import write_model
 
 
 @pytest.fixture(scope="module")
