@@ -57,6 +57,21 @@ def test_numpy(demo: Model, n_max: int) -> None:
         assert speculative.stats.steps < plain.stats.steps
 
 
+@pytest.mark.skipif("VKBACKEND_DEVICE" not in os.environ, reason="VKBACKEND_DEVICE names no device to run the whole on")
+@pytest.mark.parametrize("bursts", [False, True], ids=["stepwise", "bursts"])
+def test_given_device(bursts: bool) -> None:
+    """20 prompts, 256 tokens, n_max 1..6 on the device that the environment names: for real GPUs."""
+    model = load(demo_model(), device=os.environ["VKBACKEND_DEVICE"])
+    sessions = {n: Session(model, vkb.DraftMTP(n) if n else None, n_ctx=512) for n in range(7)}
+    for session in sessions.values():
+        session.burst = session.burst if bursts else None
+    for prompt in PROMPTS:
+        texts = {n: s.stream(prompt, 256, ignore_eos=True).result().tokens for n, s in sessions.items()}
+        for n in range(1, 7):
+            assert texts[n] == texts[0], (prompt, n)
+    model.close()
+
+
 @pytest.mark.parametrize("bursts", [False, True], ids=["stepwise", "bursts"])
 def test_lavapipe(demo_kompute: Model, bursts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_kompute.device, "max_burst", 4 if bursts else 1)
