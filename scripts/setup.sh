@@ -8,7 +8,8 @@ say() { echo "setup: $*" >&2; }
 # cksum, not sha256sum: POSIX has it, so macOS too.
 stamp=.venv/setup.stamp
 key=$(cat pyproject.toml setup.py scripts/setup.sh | cksum | tr ' ' -)
-shaders_key=$(cat shaders/*.comp shaders/include/*.glsl shaders/*.py vkbackend/ops/*.py vkbackend/device/copy.py | cksum | tr ' ' -)
+shaders_key=$(cat shaders/*.comp shaders/include/*.glsl shaders/*.py vkbackend/ops/*.py vkbackend/device/copy.py |
+    cksum | tr ' ' -)
 
 build_shaders() {
     say "compiling shaders"
@@ -84,20 +85,26 @@ if [ -z "$python" ]; then
     exit 1
 fi
 
-# A venv holds its own path and its interpreter's: one that was moved, or whose Python is gone, is made anew.
-if [ -d .venv ] && { ! usable_python .venv/bin/python || [ "${old_place:-$PWD}" != "$PWD" ]; }; then
-    if [ ! -f .venv/setup.log ]; then
-        say ".venv is not from this set-up and its Python is not 3.10 to 3.12 with headers: move it away, then run this again"
+# A venv holds its own path and its interpreter's: one that was moved, left half made, or whose Python is gone, is
+# made anew. The log marks it as ours.
+log=.venv/setup.log
+whole_venv() {
+    [ "${old_place:-$PWD}" = "$PWD" ] && usable_python .venv/bin/python && .venv/bin/python -m pip --version
+}
+if [ -d .venv ] && ! whole_venv >/dev/null 2>&1; then
+    if [ ! -f "$log" ]; then
+        say ".venv is not from this set-up and can not be used (it takes Python 3.10 to 3.12 with headers, and pip)"
+        say "move it away, then run this again"
         exit 1
     fi
-    say "making .venv anew: it was made in another folder, or its Python is gone"
+    say "making .venv anew: it was made in another folder, is incomplete, or its Python is gone"
     rm -rf .venv
 fi
 if [ ! -d .venv ]; then
     say "making .venv with $("$python" --version)"
+    mkdir .venv && : >"$log"
     "$python" -m venv .venv
 fi
-log=.venv/setup.log
 quietly() { "$@" >>"$log" 2>&1 || { tail -n 40 "$log" >&2; say "failed: $* (all of it: $log)"; exit 1; }; }
 pip() { quietly .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 pip install --upgrade "pip>=23" "setuptools>=77" wheel
