@@ -128,7 +128,10 @@ class _Reader:
             raise self.fail(f"array element type {kind} is unknown; allowed are 0..12")
         code, size = _SCALARS[kind]
         n = self.count(size)
-        values = np.frombuffer(self.data, np.dtype(code).newbyteorder("<"), n, self.at).copy()
+        if code == "?":  # any byte but 0 is true
+            values = np.frombuffer(self.data, np.uint8, n, self.at) != 0
+        else:
+            values = np.frombuffer(self.data, np.dtype(code).newbyteorder("<"), n, self.at).copy()
         self.at += n * size
         return values
 
@@ -177,10 +180,15 @@ def open_gguf(path: str | Path) -> GGUFFile:
     n_kv = reader.count(13)
     metadata = dict(_metadata(reader, n_kv))
     alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1) or alignment > 1 << 20:
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1) or alignment > 1 << 20:
         raise ModelError(f"{path}: general.alignment is {alignment!r}; a power of two up to {1 << 20} is needed")
     tensors = _tensor_table(reader, n_tensors, alignment)
     return GGUFFile(path, version, metadata, tensors, alignment, data)
+
+
+def _shown(name: str) -> str:
+    """A name in quotes for a message of one line: cut short, unprintable characters escaped."""
+    return "'" + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name[:100]) + "'"
 
 
 def _metadata(reader: _Reader, n: int) -> Iterator[tuple[str, Any]]:
@@ -188,7 +196,7 @@ def _metadata(reader: _Reader, n: int) -> Iterator[tuple[str, Any]]:
     for i in range(n):
         reader.what = f"metadata key {i}"
         key = reader.string()
-        reader.what = f"metadata '{key[:100]}'"
+        reader.what = f"metadata {_shown(key)}"
         if key in seen:
             raise reader.fail("the key appears twice")
         seen.add(key)
@@ -196,22 +204,22 @@ def _metadata(reader: _Reader, n: int) -> Iterator[tuple[str, Any]]:
 
 
 def _tensor_table(reader: _Reader, n: int, alignment: int) -> dict[str, TensorInfo]:
-    rows: list[tuple[str, tuple[int, ...], int, int]] = []
+    rows: list[tuple[int, str, tuple[int, ...], int, int]] = []
     for i in range(n):
-        reader.what = f"tensor {i}"
+        reader.what, at = f"tensor {i}", reader.at
         name = reader.string()
-        reader.what = f"tensor '{name[:100]}'"
+        reader.what = f"tensor {_shown(name)}"
         n_dims = reader.u32()
         if not 1 <= n_dims <= MAX_DIMS:
             raise reader.fail(f"has {n_dims} dimensions; allowed are 1..{MAX_DIMS}")
         shape = tuple(reversed([reader.u64() for _ in range(n_dims)]))
         if any(d == 0 for d in shape) or math.prod(shape) >= 1 << 62:
             raise reader.fail(f"has shape {shape}; every dimension must be at least 1 and the size below 2^62")
-        rows.append((name, shape, reader.u32(), reader.u64()))
+        rows.append((at, name, shape, reader.u32(), reader.u64()))
     start = -(-reader.at // alignment) * alignment
     tensors: dict[str, TensorInfo] = {}
-    for name, shape, kind, offset in rows:
-        reader.what = f"tensor '{name[:100]}'"
+    for at, name, shape, kind, offset in rows:
+        reader.what, reader.at = f"tensor {_shown(name)}", at
         if name in tensors:
             raise reader.fail("the name appears twice")
         nbytes = _nbytes(reader, shape, kind)

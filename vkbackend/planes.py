@@ -51,7 +51,7 @@ def as_plane(rows: NDArray[np.generic], to: int) -> Words:
 
 # ---- parts that formats share
 
-_SLICE_BYTES = 128 << 10  # of file bytes repacked at a time: temporaries stay in the cache
+_SLICE_BYTES = 256 << 10  # of file bytes repacked at a time: temporaries stay in the cache
 
 
 def packed(
