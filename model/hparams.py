@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +11,17 @@ from vkbackend.errors import ModelError
 from vkbackend.model.gguf import GGUFFile
 
 KNOWN_ARCHS = ("qwen35", "qwen35moe", "qwen3next")
+MOE_ARCHS = ("qwen35moe", "qwen3next")
+MAX_BLOCKS = 4096
 
 
 @dataclass(frozen=True)
 class HParams:
-    """Sizes of a model. `n_layer` counts the MTP blocks, `n_main` the trunk's; `recurrent[i]` is of layer i."""
+    """Sizes of a model, named as in its metadata (spec/model.md of the design).
+
+    `n_layer` counts the trunk's `n_main` blocks and the `n_nextn` MTP blocks after them; `recurrent[i]` tells whether
+    block i is a gated delta net. `n_ff` is 0 in MoE files that do not give it, the expert sizes are 0 in dense ones.
+    """
 
     arch: str
     n_layer: int
@@ -67,7 +72,7 @@ def read_hparams(file: GGUFFile) -> HParams:
     if arch not in KNOWN_ARCHS:
         raise ModelError(f"{file.path}: general.architecture is '{arch}'; supported are {', '.join(KNOWN_ARCHS)}")
     meta.prefix = arch + "."
-    n_layer = meta.count("block_count")
+    n_layer = meta.count("block_count", most=MAX_BLOCKS)
     n_nextn = meta.count("nextn_predict_layers", default=0, least=0)
     if n_nextn >= n_layer:
         raise meta.error("nextn_predict_layers", n_nextn, f"fewer than block_count = {n_layer}")
@@ -75,7 +80,7 @@ def read_hparams(file: GGUFFile) -> HParams:
     if n_head % n_head_kv:
         raise meta.error("attention.head_count_kv", n_head_kv, f"a divisor of head_count = {n_head}")
     n_embd = meta.count("embedding_length")
-    head_dim = meta.count("attention.key_length", default=n_embd // n_head)
+    head_dim = meta.count("attention.key_length", default=n_embd // n_head or None)
     if meta.count("attention.value_length", default=head_dim) != head_dim:
         raise meta.error("attention.value_length", meta.get("attention.value_length"), f"key_length = {head_dim}")
     n_rot = meta.count("rope.dimension_count", default=head_dim)
@@ -87,16 +92,24 @@ def read_hparams(file: GGUFFile) -> HParams:
     inner = meta.count("ssm.inner_size")
     if inner % n_v_heads:
         raise meta.error("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank = {n_v_heads}")
-    table = file.tensors.get("token_embd.weight")
-    tokens = file.metadata.get("tokenizer.ggml.tokens", ())
+    n_ff = meta.count("feed_forward_length", default=0, least=0)
+    n_expert = n_expert_used = n_ff_exp = n_ff_shexp = 0
+    if arch in MOE_ARCHS:
+        n_expert, n_expert_used = meta.count("expert_count"), meta.count("expert_used_count")
+        if n_expert_used > n_expert:
+            raise meta.error("expert_used_count", n_expert_used, f"at most expert_count = {n_expert}")
+        n_ff_exp = meta.count("expert_feed_forward_length", default=n_ff // n_expert_used or None)
+        n_ff_shexp = meta.count("expert_shared_feed_forward_length", default=n_ff_exp)
+    elif not n_ff:
+        n_ff = meta.count("feed_forward_length")
     return HParams(
         arch=arch,
         n_layer=n_layer,
         n_nextn=n_nextn,
         n_ctx_train=meta.count("context_length"),
-        n_vocab=table.shape[0] if table is not None else len(tokens),
+        n_vocab=_n_vocab(file, n_embd),
         n_embd=n_embd,
-        n_ff=meta.count("feed_forward_length", default=0, least=0),
+        n_ff=n_ff,
         n_head=n_head,
         n_head_kv=n_head_kv,
         head_dim=head_dim,
@@ -110,10 +123,10 @@ def read_hparams(file: GGUFFile) -> HParams:
         n_k_heads=n_k_heads,
         n_v_heads=n_v_heads,
         recurrent=_recurrent(meta, n_layer, n_layer - n_nextn),
-        n_expert=meta.count("expert_count", default=0, least=0),
-        n_expert_used=meta.count("expert_used_count", default=0, least=0),
-        n_ff_exp=meta.count("expert_feed_forward_length", default=0, least=0),
-        n_ff_shexp=meta.count("expert_shared_feed_forward_length", default=0, least=0),
+        n_expert=n_expert,
+        n_expert_used=n_expert_used,
+        n_ff_exp=n_ff_exp,
+        n_ff_shexp=n_ff_shexp,
     )
 
 
@@ -127,7 +140,8 @@ class _Keys:
         return self.meta.get(self.prefix + key)
 
     def error(self, key: str, found: object, allowed: str) -> ModelError:
-        return ModelError(f"{self.path}: metadata key '{self.prefix}{key}' is {found!r}; it must be {allowed}")
+        is_found = "is missing" if found is None else f"is {found!r}"
+        return ModelError(f"{self.path}: metadata key '{self.prefix}{key}' {is_found}; it must be {allowed}")
 
     def text(self, key: str) -> str:
         value = self.get(key)
@@ -135,14 +149,12 @@ class _Keys:
             raise self.error(key, value, "a string")
         return value
 
-    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
+    def count(self, key: str, default: int | None = None, least: int = 1, most: int = (1 << 31) - 1) -> int:
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 31:
-            raise self.error(
-                key, value, f"a whole number of at least {least}" + ("; it is missing" if value is None else "")
-            )
+        if type(value) is not int or not least <= value <= most:
+            raise self.error(key, value, f"a whole number from {least} to {most}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -153,8 +165,26 @@ class _Keys:
             raise self.error(key, value, "a positive number")
         return float(value)
 
-    def mapping(self) -> Mapping[str, Any]:
-        return self.meta
+
+def _n_vocab(file: GGUFFile, n_embd: int) -> int:
+    """Rows of the embedding table, which the tokenizer must not exceed."""
+    table, tokens = file.tensors.get("token_embd.weight"), file.metadata.get("tokenizer.ggml.tokens")
+    n_tokens = len(tokens) if isinstance(tokens, list) else None
+    if table is None:
+        if not n_tokens:
+            raise ModelError(f"{file.path}: has neither token_embd.weight nor tokenizer.ggml.tokens: no vocabulary")
+        return n_tokens
+    if len(table.shape) != 2 or table.shape[1] != n_embd:
+        raise ModelError(
+            f"{file.path}: tensor 'token_embd.weight' has shape {table.shape}; [n_vocab, {n_embd}] is needed, as "
+            "embedding_length says"
+        )
+    if n_tokens is not None and n_tokens != table.shape[0]:
+        raise ModelError(
+            f"{file.path}: tokenizer.ggml.tokens has {n_tokens} entries, 'token_embd.weight' {table.shape[0]} rows; "
+            "they must be alike"
+        )
+    return table.shape[0]
 
 
 def _sections(meta: _Keys) -> tuple[int, ...]:
