@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from vkbackend.errors import ContextError, ModelError
 from vkbackend.model.gguf import GGUFFile
+
+T = TypeVar("T")
 
 # The two differ in whether combining marks belong to words.
 _SPLIT = (
@@ -21,13 +25,15 @@ _SPLIT = (
 _PATTERNS = {"qwen2": _SPLIT.replace("LETTERS", r"\p{L}"), "qwen35": _SPLIT.replace("LETTERS", r"\p{L}\p{M}")}
 _CONTROL, _USER_DEFINED = 3, 4
 _END_NAMES = ("<|endoftext|>", "<|im_end|>")
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 class Tokenizer:
     """Text to token ids and back.
 
     `eos_ids`: ids that end a text (the file's EOS, and the end-of-turn tokens it defines). `n_vocab`: number of ids.
-    Text is not Unicode-normalised, so that every string comes back as it went in.
+    `add_bos`: whether every text begins with the file's BOS. Text is not Unicode-normalised, so that every string
+    comes back as it went in (Hugging Face's file of these models asks for NFC: ids differ where text is not NFC).
     """
 
     def __init__(
@@ -36,81 +42,89 @@ class Tokenizer:
         merges: Sequence[str],
         types: Sequence[int],
         pre: str,
-        eos_id: int | None = None,
+        eos_ids: Iterable[int] = (),
         add_bos: bool = False,
         bos_id: int | None = None,
         chat_template: str | None = None,
     ) -> None:
         from tokenizers import AddedToken, Regex
         from tokenizers import Tokenizer as Backend
-        from tokenizers.decoders import ByteLevel as ByteLevelDecoder
         from tokenizers.models import BPE
         from tokenizers.pre_tokenizers import ByteLevel, Split
         from tokenizers.pre_tokenizers import Sequence as Steps
 
         self.n_vocab = len(tokens)
         self.chat_template = chat_template
+        self.add_bos = add_bos and bos_id is not None
         self._tokens = tokens
         self._bos = [bos_id] if add_bos and bos_id is not None else []
-        self._special = {t: i for i, t in enumerate(tokens) if types[i] in (_CONTROL, _USER_DEFINED)}
+        atomic = {i: tokens[i] for i, kind in enumerate(types) if kind in (_CONTROL, _USER_DEFINED) and tokens[i]}
+        self._atomic = frozenset(atomic)
         vocab = {t: i for i, t in enumerate(tokens)}
-        pairs = [_pair(m) for m in merges]
-        missing = next((p for p in pairs if p[0] + p[1] not in vocab or p[0] not in vocab or p[1] not in vocab), None)
-        if missing is not None:
-            raise ModelError(f"tokenizer.ggml.merges: {missing} joins tokens that are not all in tokenizer.ggml.tokens")
-        self._backend: Any = Backend(BPE(vocab, pairs, fuse_unk=False, byte_fallback=False))
-        split = Split(Regex(_PATTERNS[pre]), behavior="isolated")
-        self._backend.pre_tokenizer = Steps([split, ByteLevel(add_prefix_space=False, use_regex=False)])
-        self._backend.decoder = ByteLevelDecoder()
-        self._plain = Backend.from_str(self._backend.to_str()) if self._special else self._backend
-        self._backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in self._special])
-        ends = {self._special[name] for name in _END_NAMES if name in self._special}
-        self.eos_ids = frozenset(ends | ({eos_id} if eos_id is not None else set()))
+        pairs = [(left, right) for left, _, right in (m.partition(" ") for m in merges)]
+        try:
+            model = BPE(vocab, pairs, fuse_unk=False, byte_fallback=False)
+        except Exception as error:  # the library's own kind, which names one token
+            raise ModelError(_bad_merge(merges, vocab) or f"tokenizer.ggml.merges: {error}") from error
+        steps = Steps([Split(Regex(_PATTERNS[pre]), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
+        added = [AddedToken(t, normalized=False, special=types[i] == _CONTROL) for i, t in atomic.items()]
+        # Both share the vocabulary, which is by far the largest part.
+        self._backend: Any = Backend(model)
+        self._plain: Any = Backend(model)
+        for backend in (self._backend, self._plain):
+            backend.pre_tokenizer = steps
+            backend.add_tokens(added)
+        self._plain.encode_special_tokens = True  # that is: as if they were ordinary text
+        ends = {i for i, t in atomic.items() if t in _END_NAMES}
+        self.eos_ids = frozenset(ends.union(eos_ids))
 
     @classmethod
     def from_gguf(cls, file: GGUFFile) -> Tokenizer:
         """The tokenizer of a file. Raises `ModelError` naming the key that is missing or not supported."""
-        meta = file.metadata
-
-        def need(key: str) -> Any:
-            if f"tokenizer.ggml.{key}" not in meta:
-                raise ModelError(
-                    f"{file.path}: metadata key 'tokenizer.ggml.{key}' is missing: no tokenizer in this file"
-                )
-            return meta[f"tokenizer.ggml.{key}"]
-
-        if need("model") != "gpt2":
-            raise ModelError(
-                f"{file.path}: tokenizer.ggml.model is {need('model')!r}; 'gpt2' (byte-level BPE) is supported"
-            )
-        pre = meta.get("tokenizer.ggml.pre", "qwen2")
+        meta = _Keys(file)
+        if meta.get("model", str) != "gpt2":
+            raise meta.error("model", "supported is 'gpt2' (byte-level BPE)")
+        pre = meta.get("pre", str, "qwen2")
         if pre not in _PATTERNS:
-            raise ModelError(f"{file.path}: tokenizer.ggml.pre is {pre!r}; supported are {', '.join(_PATTERNS)}")
-        tokens = need("tokens")
-        types = meta.get("tokenizer.ggml.token_type")
-        types = [1] * len(tokens) if types is None else [int(t) for t in types]
+            raise meta.error("pre", f"supported are {', '.join(_PATTERNS)}")
+        tokens = meta.get("tokens", list)
+        types = meta.get("token_type", np.ndarray, np.ones(len(tokens), np.int32)).tolist()
         if len(types) != len(tokens):
-            raise ModelError(
-                f"{file.path}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
+            raise meta.error("token_type", f"it has {len(types)} entries for {len(tokens)} tokens")
+        ends = [i for key in _END_KEYS if (i := meta.token_id(key, len(tokens))) is not None]
+        template = file.metadata.get("tokenizer.chat_template")
+        try:
+            return cls(
+                tokens,
+                meta.get("merges", list),
+                types,
+                pre,
+                ends,
+                meta.get("add_bos_token", bool, False),
+                meta.token_id("bos_token_id", len(tokens)),
+                template if isinstance(template, str) else None,
             )
-        eos = meta.get("tokenizer.ggml.eos_token_id")
-        if eos is not None and not 0 <= int(eos) < len(tokens):
-            raise ModelError(f"{file.path}: tokenizer.ggml.eos_token_id is {eos}; allowed are 0..{len(tokens) - 1}")
-        return cls(
-            tokens,
-            need("merges"),
-            types,
-            pre,
-            None if eos is None else int(eos),
-            bool(meta.get("tokenizer.ggml.add_bos_token", False)),
-            meta.get("tokenizer.ggml.bos_token_id"),
-            meta.get("tokenizer.chat_template"),
-        )
+        except ModelError as error:
+            raise ModelError(f"{file.path}: {error}") from error
 
     def encode(self, text: str, parse_special: bool = True) -> list[int]:
-        """Token ids of a text. `parse_special`: control tokens written out in the text become their ids."""
+        """Token ids of a text.
+
+        parse_special: control tokens written out in the text become their ids; else they are text like any other.
+        (User-defined tokens, which are not control tokens, always become their ids.) Raises `ContextError` for a
+        string that is not Unicode text.
+        """
         backend = self._backend if parse_special else self._plain
-        return [*self._bos, *backend.encode(text, add_special_tokens=False).ids]
+        try:
+            return [*self._bos, *backend.encode(text, add_special_tokens=False).ids]
+        except (TypeError, UnicodeEncodeError) as error:
+            odd = next((i for i, c in enumerate(text) if 0xD800 <= ord(c) < 0xE000), None)
+            if odd is None:
+                raise
+            raise ContextError(
+                f"the text is not valid Unicode: character {odd} is the lone surrogate U+{ord(text[odd]):04X}; "
+                "was it read in the wrong encoding?"
+            ) from error
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; bytes that are not UTF-8 become U+FFFD. Control tokens appear as written."""
@@ -121,7 +135,7 @@ class Tokenizer:
         if not 0 <= token < self.n_vocab:
             raise ContextError(f"token id {token} is outside the vocabulary; allowed are 0..{self.n_vocab - 1}")
         text = self._tokens[token]
-        if text in self._special:
+        if token in self._atomic:
             return text.encode()
         try:
             return bytes(_BYTE_OF[c] for c in text)
@@ -145,9 +159,43 @@ class StreamDecoder:
         return self._decoder.decode(b"", final=True)
 
 
-def _pair(merge: str) -> tuple[str, str]:
-    left, _, right = merge.partition(" ")
-    return left, right
+class _Keys:
+    """Typed access to the tokenizer's metadata, with errors that name the key."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self._path, self._meta = file.path, file.metadata
+
+    def error(self, key: str, problem: str) -> ModelError:
+        value = repr(self._meta.get(f"tokenizer.ggml.{key}"))
+        shown = value if len(value) <= 60 else value[:57] + "..."
+        return ModelError(f"{self._path}: metadata key 'tokenizer.ggml.{key}' is {shown}; {problem}")
+
+    def get(self, key: str, kind: type[T], default: T | None = None) -> T:
+        value = self._meta.get(f"tokenizer.ggml.{key}", default)
+        if value is None:
+            raise ModelError(
+                f"{self._path}: metadata key 'tokenizer.ggml.{key}' is missing: there is no tokenizer in this file"
+            )
+        if not isinstance(value, kind) or (isinstance(value, list) and not all(isinstance(v, str) for v in value)):
+            what = {str: "a string", bool: "a boolean", list: "an array of strings", np.ndarray: "an array of numbers"}
+            raise self.error(key, f"{what[kind]} is needed")
+        return value
+
+    def token_id(self, key: str, n_vocab: int) -> int | None:
+        value = self._meta.get(f"tokenizer.ggml.{key}")
+        if value is not None and (not isinstance(value, int) or not 0 <= value < n_vocab):
+            raise self.error(key, f"allowed are 0..{n_vocab - 1}")
+        return value
+
+
+def _bad_merge(merges: Sequence[str], vocab: dict[str, int]) -> str | None:
+    """The first merge that can not be."""
+    for i, merge in enumerate(merges):
+        left, _, right = merge.partition(" ")
+        missing = next((repr(t) for t in (left, right, left + right) if t not in vocab), None)
+        if missing is not None:
+            return f"tokenizer.ggml.merges: entry {i} is {merge!r}; {missing} is not in tokenizer.ggml.tokens"
+    return None
 
 
 def _byte_alphabet() -> dict[str, int]:
