@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """How many drafts of the demo model's MTP block stand: per position, and tokens per round. Prints a Markdown table.
 
-    .venv/bin/python scripts/acceptance.py [--device kompute:0] [--prompts 32] [--tokens 128]
+    .venv/bin/python scripts/acceptance.py [--device kompute:0] [--prompts 32] [--tokens 128] [--prose FILE] [--greedy]
 
-Code prompts are 128 tokens cut from this Python's own standard library; prose prompts are 128 tokens that the model
-itself wrote at temperature 0.8 after a few opening words (its held-out texts are not part of the project).
+Code prompts are 128 tokens cut from this Python's own standard library; prose prompts are cut from FILE, or without one
+are 128 tokens that the model itself wrote at temperature 0.8 after a few opening words.
 """
 
 from __future__ import annotations
@@ -32,11 +32,15 @@ def code_prompts(model: vkb.Model, n: int, rng: np.random.Generator) -> list[lis
     out: list[list[int]] = []
     while len(out) < n:
         text = files[int(rng.integers(len(files)))].read_text(errors="ignore")
-        ids = model.tokenizer.encode(text[:40000])
-        if len(ids) > 400:
-            at = int(rng.integers(len(ids) - 128))
-            out.append(ids[at : at + 128])
+        if len(text) > 2000:
+            out.append(cut(model, text, rng))
     return out
+
+
+def cut(model: vkb.Model, text: str, rng: np.random.Generator) -> list[int]:
+    """128 tokens from somewhere in a text."""
+    at = int(rng.integers(len(text) - 1500))
+    return model.tokenizer.encode(text[at : at + 1500])[1:129]
 
 
 def prose_prompts(model: vkb.Model, n: int) -> list[list[int]]:
@@ -55,17 +59,25 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--prose", metavar="FILE", help="text to cut the prose prompts from")
+    parser.add_argument("--greedy", action="store_true", help="leave the sampled rows out")
     args = parser.parse_args()
     model = vkb.load(demo_model(), device=args.device)
-    texts = {
-        "prose": prose_prompts(model, args.prompts),
-        "code": code_prompts(model, args.prompts, np.random.default_rng(1)),
-    }
+    rng = np.random.default_rng(1)
+    if args.prose:
+        text = Path(args.prose).read_text(errors="ignore")
+        prose = [cut(model, text, rng) for _ in range(args.prompts)]
+    else:
+        prose = prose_prompts(model, args.prompts)
+    texts = {"prose": prose, "code": code_prompts(model, args.prompts, rng)}
+    samplings = {"greedy": vkb.Sampling(), "T = 0.8, top-p 0.95": SAMPLED}
+    if args.greedy:
+        del samplings["T = 0.8, top-p 0.95"]
     info = model.device.info
     print(f"{info.name} ({info.description}), {args.prompts} prompts, {args.tokens} tokens each\n")
     print("| text | decoding | cond i = 1..4 | tokens/round n = 1 / 2 / 3 / 4 / 5 |\n| --- | --- | --- | --- |")
     for name, prompts in texts.items():
-        for label, sampling in (("greedy", vkb.Sampling()), ("T = 0.8, top-p 0.95", SAMPLED)):
+        for label, sampling in samplings.items():
             per_round, conditional = [], ""
             for n_max in (1, 2, 3, 4, 5):
                 session = Session(model, vkb.DraftMTP(n_max), n_ctx=320)
