@@ -20,6 +20,7 @@ from vkbackend.device.base import Array, Buffer, Device
 from vkbackend.errors import ModelError
 from vkbackend.graph import F32, I32, Tensor, bound
 from vkbackend.model.gguf import GGUFFile, TensorInfo
+from vkbackend.ops.linear import FORMATS
 from vkbackend.packing import plane_starts, plane_words
 from vkbackend.quants import dequantize, weight_format
 
@@ -133,6 +134,11 @@ class WeightLoader:
         dtype = _dtype_name(infos[0]) if packed else F32
         if packed:
             weight_format(infos[0].type)  # refuses unknown quantisations now, naming the type
+            if dtype not in FORMATS:
+                raise ModelError(
+                    f"{file.path}: tensor '{infos[0].name}' is {dtype}; kernels exist for {', '.join(FORMATS)}. "
+                    "Use --device numpy, or a file in one of these"
+                )
         words_per_row = _Part(key, tuple(infos), file, dtype, 1, cols, 0).n_words()
         most = max(1, self._arena_words() // words_per_row)
         most -= most % 2 if most > 1 else 0  # an interleaved pair of rows stays together
