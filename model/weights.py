@@ -130,15 +130,14 @@ class WeightLoader:
         return file.tensors[name]
 
     def _add(self, key: Matrix, file: GGUFFile, infos: Sequence[TensorInfo], rows: int, cols: int) -> None:
+        file.tensor_bytes(infos[0].name)  # refuses unknown quantisation ids, naming tensor and id
         packed = self.device.holds_packed_weights
         dtype = _dtype_name(infos[0]) if packed else F32
-        if packed:
-            weight_format(infos[0].type)  # refuses unknown quantisations now, naming the type
-            if dtype not in FORMATS:
-                raise ModelError(
-                    f"{file.path}: tensor '{infos[0].name}' is {dtype}; kernels exist for {', '.join(FORMATS)}. "
-                    "Use --device numpy, or a file in one of these"
-                )
+        if packed and dtype not in FORMATS:
+            raise ModelError(
+                f"{file.path}: tensor '{infos[0].name}' is {dtype}; kernels exist for {', '.join(FORMATS)}. "
+                "Use --device numpy, or a file in one of these"
+            )
         words_per_row = _Part(key, tuple(infos), file, dtype, 1, cols, 0).n_words()
         most = max(1, self._arena_words() // words_per_row)
         most -= most % 2 if most > 1 else 0  # an interleaved pair of rows stays together
