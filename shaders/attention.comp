@@ -15,15 +15,16 @@ const uint KEYS = 8u;                            // loads of v under way at a ti
 const uint CHUNK = 128u, MAX_HEADS = 4u, MAX_DIM = 256u;
 
 layout(local_size_x = 128) in;
-layout(binding = 0) readonly buffer Q { float q[]; };
+layout(binding = 0) readonly buffer Q { vec4 q[]; };
 layout(binding = 1) readonly buffer KCache { vec4 k_cache[]; };
 layout(binding = 2) readonly buffer VCache { float v_cache[]; };
 layout(binding = 3) readonly buffer Step { int step_values[]; };
 layout(binding = 4) readonly buffer Gate { float gate[]; };
 layout(binding = 5) buffer Y { float y[]; };
 layout(push_constant) uniform Push {
-    uint q_at; uint k_cache_at; uint v_cache_at; uint step_at; uint step_row; uint gate_at; uint gate_row; uint gate_head;
-    uint y_at; uint n_rows; uint n_tokens; uint n_head; uint n_head_kv; uint n_ctx; uint n_chunks; float scale;
+    uint q_at; uint k_cache_at; uint v_cache_at; uint step_at; uint step_row;
+    uint gate_at; uint gate_row; uint gate_head; uint y_at;
+    uint n_rows; uint n_tokens; uint n_head; uint n_head_kv; uint n_ctx; uint n_chunks; float scale;
 } push;
 
 const uint DIMS = (DIM + 127u) / 128u;           // dims of a result that one invocation owns
@@ -49,8 +50,8 @@ void main() {
     uint first_key = uint(step_values[push.step_at + push.step_row + s]) * push.n_ctx + chunk * CHUNK;
 
     for (uint i = me; i < HEADS * dim4; i += 128u) {
-        uint at = push.q_at + (row * push.n_head + head) * DIM + 4u * i;
-        q_tile[i] = vec4(q[at], q[at + 1u], q[at + 2u], q[at + 3u]);
+        // Scaled here: after the sums, one variant could contract scale and maximum into an fma and another not.
+        q_tile[i] = q[push.q_at / 4u + (row * push.n_head + head) * dim4 + i] * push.scale;
     }
     barrier();
     float score[HEADS];
@@ -69,7 +70,7 @@ void main() {
     // The maximum and the sum of all heads together: one pair of barriers each.
     float best[HEADS], total[HEADS], p[HEADS];
     [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
-        score[h] = me < n_keys ? score[h] * push.scale : -3.0e38;
+        if (me >= n_keys) { score[h] = -3.0e38; }
         float team_best = team_max(score[h]);
         if (LANE == 0u) { team_partial[TEAM * HEADS + h] = team_best; }
     }

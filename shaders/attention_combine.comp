@@ -2,8 +2,7 @@
 #extension GL_GOOGLE_include_directive : require
 #include "common.glsl"
 
-// Joins the chunks of one (row, head) in their order, and applies the output gate.
-const uint CHUNK = 128u;
+// Joins the parts of the keys of one (row, head) in their order, and applies the output gate.
 
 layout(local_size_x = 128) in;
 layout(binding = 0) readonly buffer Partial { float partial_values[]; };
@@ -12,7 +11,7 @@ layout(binding = 2) readonly buffer Gate { float gate[]; };
 layout(binding = 3) buffer Y { float y[]; };
 layout(push_constant) uniform Push {
     uint partial_at; uint step_at; uint gate_at; uint gate_row; uint gate_head;
-    uint y_at; uint n_rows; uint n_tokens; uint n_head; uint head_dim; uint n_chunks;
+    uint y_at; uint n_rows; uint n_tokens; uint n_head; uint head_dim; uint n_parts; uint part;
 } push;
 
 void main() {
@@ -20,9 +19,9 @@ void main() {
     uint row = item / push.n_head, head = item % push.n_head;
     if (row >= push.n_rows) { return; }
     uint position = uint(step_values[push.step_at + row / push.n_tokens]) + row % push.n_tokens;
-    uint n = min(position / CHUNK + 1u, push.n_chunks);
+    uint n = min(position / push.part + 1u, push.n_parts);
     uint stride = push.head_dim + 2u;
-    uint first = push.partial_at + item * push.n_chunks * stride;
+    uint first = push.partial_at + item * push.n_parts * stride;
     float best = partial_values[first];
     for (uint c = 1u; c < n; ++c) { best = max(best, partial_values[first + c * stride]); }
     for (uint d = gl_LocalInvocationIndex; d < push.head_dim; d += 128u) {
@@ -30,7 +29,7 @@ void main() {
         for (uint c = 0u; c < n; ++c) {
             uint at = first + c * stride;
             float m = partial_values[at];
-            float weight = m == best ? 1.0 : exp(m - best);  // exactly 1: one chunk must give DIRECT's bits
+            float weight = m == best ? 1.0 : exp(m - best);  // exactly 1: one part must give DIRECT's bits
             total = fma(partial_values[at + 1u], weight, total);
             acc = fma(partial_values[at + 2u + d], weight, acc);
         }

@@ -1,7 +1,8 @@
 """Causal grouped-query attention over the KV cache, with a sigmoid gate on its output.
 
-Softmax attention (Vaswani et al. 2017), split over the keys in chunks of a fixed size as in flash decoding (Dao et
-al. 2023): a row's arithmetic depends on its position only, not on the batch it is in nor on `kv_bound`.
+Softmax attention (Vaswani et al. 2017). Few rows per sequence: split over the keys in chunks of a fixed size as in
+flash decoding (Dao et al. 2023); a row's arithmetic depends on its position only, not on the batch it is in nor on
+`kv_bound`. Prompts: tiles of rows by keys as in flash attention (Dao et al. 2022), which differ from it by rounding.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ import numpy as np
 from vkbackend.device.base import Limits
 from vkbackend.graph import Graph, Node, Tensor
 from vkbackend.ops.case import Case, CaseBuilder
-from vkbackend.ops.op import Array, At, Bind, Dispatch, Kernel, Lowering, Op, check, scratch, sigmoid, spread
+from vkbackend.ops.op import Array, At, Bind, Dispatch, Kernel, Lowering, Op, PushValue, check, scratch, sigmoid, spread
 
-CHUNK = 128  # keys a workgroup handles
+CHUNK = 128  # keys a workgroup handles, few rows
+SPAN = 1024  # keys a workgroup handles, prompts; doubled until MAX_SPANS cover kv_bound
+MAX_SPANS = 16  # bounds the memory for partial results
 MAX_DIM = 256
+MAX_TOKENS = 16  # longer batches are prompts
 ATTENTION = Kernel("attention", 128)
+TILES = Kernel("attention_tiles", 128)
 COMBINE = Kernel("attention_combine", 128)
 
 
@@ -40,6 +45,8 @@ def attention(
     """
     op = "attention"
     n_rows, n_head, head_dim = q.shape
+    check(q.is_contiguous, op, f"q must be contiguous, its strides are {q.strides}")
+    check(k_cache.is_contiguous and v_cache.is_contiguous, op, "the caches must be contiguous")
     check(gate.shape == q.shape and gate.strides[2] == 1, op, f"gate {gate.shape} must have q's shape {q.shape}")
     check(k_cache.shape == v_cache.shape and k_cache.shape[3] == head_dim, op, f"caches {k_cache.shape}, q {q.shape}")
     check(n_head % k_cache.shape[2] == 0, op, f"{n_head} query heads are not a multiple of {k_cache.shape[2]} kv heads")
@@ -80,33 +87,88 @@ def _reference(node: Node, inputs: Sequence[Array], outputs: Sequence[Array]) ->
 
 
 def _lower(node: Node, limits: Limits) -> Lowering:
-    q, gate, k_cache, v_cache, step = node.inputs
-    y = node.outputs[0]
-    n_rows, n_head, head_dim = q.shape
-    n_tokens, n_kv = node.attrs.n_tokens, k_cache.shape[2]
+    q, _, k_cache, v_cache, _ = node.inputs
+    for t in (q, k_cache, v_cache):
+        check(
+            (t.offset + t.storage.base) % 4 == 0,
+            "attention",
+            f"'{t.storage.label}' starts at word {t.offset + t.storage.base}; 16-byte loads need a multiple of 4",
+        )
+    return _lower_tiles(node, limits) if node.attrs.n_tokens > MAX_TOKENS else _lower_chunks(node, limits)
+
+
+def _lower_chunks(node: Node, limits: Limits) -> Lowering:
+    """A workgroup per row, chunk of keys and few query heads."""
+    n_rows, n_head, head_dim = node.inputs[0].shape
+    n_kv = node.inputs[2].shape[2]
     n_chunks = -(-node.attrs.kv_bound // CHUNK)
-    direct = n_chunks == 1
-    target = y if direct else scratch("attention partials", (n_rows, n_head, n_chunks, head_dim + 2))
+    target = _target(node, n_chunks)
     most = 4 if n_rows * n_chunks > 64 else 2  # few workgroups: rather more of them than fewer loads
     heads = max(h for h in range(1, most + 1) if (n_head // n_kv) % h == 0)
-    push = (
-        At(q), At(k_cache), At(v_cache), At(step), step.strides[0], At(gate), gate.strides[0], gate.strides[1],
-        At(target), n_rows, n_tokens, n_head, n_kv, k_cache.shape[1], n_chunks, head_dim**-0.5,
-    )  # fmt: skip
-    binds = (
-        Bind(q, "r"), Bind(k_cache, "r"), Bind(v_cache, "r"), Bind(step, "r"), Bind(gate, "r"), Bind(target, "w"),
-    )  # fmt: skip
     block = math.gcd(8 if limits.subgroup_size <= 8 else 16, head_dim // 4)
     groups = spread(n_rows * n_chunks * (n_head // heads), limits.max_groups[0])
-    stages: Lowering = [[Dispatch(ATTENTION, binds, push, groups, spec=(heads, int(direct), head_dim, block))]]
-    if not direct:
-        push_combine = (
-            At(target), At(step), At(gate), gate.strides[0], gate.strides[1], At(y),
-            n_rows, n_tokens, n_head, head_dim, n_chunks,
-        )  # fmt: skip
-        binds_combine = (Bind(target, "r"), Bind(step, "r"), Bind(gate, "r"), Bind(y, "w"))
-        stages.append([Dispatch(COMBINE, binds_combine, push_combine, spread(n_rows * n_head, limits.max_groups[0]))])
-    return stages
+    push = _push(node, target, n_rows, (n_chunks,))
+    spec = (heads, int(n_chunks == 1), head_dim, block)
+    stages: Lowering = [[Dispatch(ATTENTION, _binds(node, target), push, groups, spec)]]
+    return stages if n_chunks == 1 else [*stages, [_combine(node, target, n_chunks, CHUNK, limits)]]
+
+
+def _lower_tiles(node: Node, limits: Limits) -> Lowering:
+    """A workgroup per tile of rows and heads, and span of keys."""
+    n_rows, n_head, head_dim = node.inputs[0].shape
+    n_tokens, n_kv = node.attrs.n_tokens, node.inputs[2].shape[2]
+    n_seqs = n_rows // n_tokens
+    span = SPAN
+    while span * MAX_SPANS < node.attrs.kv_bound:
+        span *= 2
+    n_spans = -(-node.attrs.kv_bound // span)
+    target = _target(node, n_spans)
+    team_queries = 4 if n_rows * n_head >= 64 * 256 else 2  # few workgroups: rather more of them than fewer loads
+    queries = team_queries * TILES.local_size // 8
+    heads = math.gcd(n_head // n_kv, 16)
+    quads = head_dim // 4
+    dim_groups = min(32, max(8, 1 << (quads - 1).bit_length()))
+    n_tiles = -(-n_tokens // (queries // heads))
+    groups = spread(n_tiles * n_spans * n_seqs * (n_head // heads), limits.max_groups[0])
+    push = _push(node, target, n_seqs, (n_spans, span))
+    spec = (heads, int(n_spans == 1), head_dim, team_queries, dim_groups, -(-quads // dim_groups))
+    stages: Lowering = [[Dispatch(TILES, _binds(node, target), push, groups, spec)]]
+    return stages if n_spans == 1 else [*stages, [_combine(node, target, n_spans, span, limits)]]
+
+
+def _target(node: Node, n_parts: int) -> Tensor:
+    """Where the first kernel writes: the result, or for each part of the keys (maximum, sum, head_dim values)."""
+    n_rows, n_head, head_dim = node.inputs[0].shape
+    if n_parts == 1:
+        return node.outputs[0]
+    return scratch("attention partials", (n_rows, n_head, n_parts, head_dim + 2))
+
+
+def _binds(node: Node, target: Tensor) -> tuple[Bind, ...]:
+    q, gate, k_cache, v_cache, step = node.inputs
+    return (*(Bind(t, "r") for t in (q, k_cache, v_cache, step, gate)), Bind(target, "w"))
+
+
+def _push(node: Node, target: Tensor, count: int, parts: tuple[int, ...]) -> tuple[PushValue, ...]:
+    q, gate, k_cache, v_cache, step = node.inputs
+    return (
+        At(q), At(k_cache), At(v_cache), At(step), step.strides[0], At(gate), gate.strides[0], gate.strides[1],
+        At(target), count, node.attrs.n_tokens, q.shape[1], k_cache.shape[2], k_cache.shape[1], *parts,
+        q.shape[2] ** -0.5,
+    )  # fmt: skip
+
+
+def _combine(node: Node, partials: Tensor, n_parts: int, part: int, limits: Limits) -> Dispatch:
+    """Joins parts of `part` keys each."""
+    q, gate, _, _, step = node.inputs
+    y = node.outputs[0]
+    n_rows, n_head, head_dim = q.shape
+    push = (
+        At(partials), At(step), At(gate), gate.strides[0], gate.strides[1], At(y),
+        n_rows, node.attrs.n_tokens, n_head, head_dim, n_parts, part,
+    )  # fmt: skip
+    binds = (Bind(partials, "r"), Bind(step, "r"), Bind(gate, "r"), Bind(y, "w"))
+    return Dispatch(COMBINE, binds, push, spread(n_rows * n_head, limits.max_groups[0]))
 
 
 def _cases() -> list[Case]:
@@ -143,7 +205,13 @@ def _cases() -> list[Case]:
         case(33, [100, 0], (2, 2), 128, 200),
         case(100, [60], (8, 1), 32, 160),
         case(1, [4000], (8, 2), 256, 4096),
+        case(40, [0, 30], (12, 2), 256, 80),
+        case(17, [2030, 1000], (8, 2), 256, 2060),
+        case(70, [90], (3, 1), 100, 160),
+        case(18, [500], (1, 1), 4, 520),
+        case(17, [18000], (2, 2), 8, 20000),
+        case(256, [40], (64, 4), 8, 300),
     ]
 
 
-OP = Op("attention", _reference, _lower, lambda: [ATTENTION, COMBINE], _cases)
+OP = Op("attention", _reference, _lower, lambda: [ATTENTION, TILES, COMBINE], _cases)
