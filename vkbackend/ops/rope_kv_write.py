@@ -71,6 +71,9 @@ def rope_kv_write(
         f"k {k.shape}, v {v.shape}, qg {qg.shape}",
     )
     check(qg.storage is k.storage and k.storage is v.storage, op, "qg, k and v must be views of one projection")
+    for name, t in (("qg", qg), ("k", k), ("v", v)):
+        dense = t.strides[2] == 1 and (t.shape[1] == 1 or t.strides[1] == t.shape[2])
+        check(dense, op, f"the heads of a row of {name} must lie one after the other, its strides are {t.strides}")
     check(q_norm.shape == k_norm.shape == (head_dim,), op, f"norms must have shape ({head_dim},)")
     check(q_norm.storage.buffer is k_norm.storage.buffer, op, "q_norm and k_norm must lie in one buffer")
     check(0 < 2 * table.shape[0] <= head_dim, op, f"{2 * table.shape[0]} rotated dims do not fit a head of {head_dim}")
@@ -79,6 +82,7 @@ def rope_kv_write(
         op,
         f"caches {k_cache.shape} do not fit k {k.shape}",
     )
+    check(k_cache.is_contiguous and v_cache.is_contiguous, op, "the caches must be contiguous")
     check(n_rows == n_tokens * step.shape[1], op, f"{n_rows} rows are not {step.shape[1]} sequences of {n_tokens}")
     q = g.temp("q", (n_rows, n_head, head_dim))
     inputs = [qg, k, v, q_norm, k_norm, table, k_cache, v_cache, step]
