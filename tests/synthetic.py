@@ -77,16 +77,16 @@ def write_model(
         norm(b + "attn_norm.weight", N_EMBD)
         norm(b + "post_attention_norm.weight", N_EMBD)
         if i < n_main and (i + 1) % interval:
-            key, value = N_K_HEADS * LINEAR_DIM, N_V_HEADS * LINEAR_DIM
-            matrix(b + "attn_qkv.weight", 2 * key + value, N_EMBD)
-            matrix(b + "attn_gate.weight", value, N_EMBD)
+            keys, values = N_K_HEADS * LINEAR_DIM, N_V_HEADS * LINEAR_DIM
+            matrix(b + "attn_qkv.weight", 2 * keys + values, N_EMBD)
+            matrix(b + "attn_gate.weight", values, N_EMBD)
             matrix(b + "ssm_alpha.weight", N_V_HEADS, N_EMBD)
             matrix(b + "ssm_beta.weight", N_V_HEADS, N_EMBD)
             w.add_tensor(b + "ssm_a", -rng.uniform(0.02, 1, N_V_HEADS).astype(np.float32))
             add(b + "ssm_dt.bias", N_V_HEADS)
-            add(b + "ssm_conv1d.weight", 2 * key + value, TAPS, scale=0.5)
+            add(b + "ssm_conv1d.weight", 2 * keys + values, TAPS, scale=0.5)
             norm(b + "ssm_norm.weight", LINEAR_DIM)
-            matrix(b + "ssm_out.weight", N_EMBD, value, scale=adds)
+            matrix(b + "ssm_out.weight", N_EMBD, values, scale=adds)
         else:
             matrix(b + "attn_q.weight", 2 * N_HEAD * HEAD_DIM, N_EMBD)
             matrix(b + "attn_k.weight", N_HEAD_KV * HEAD_DIM, N_EMBD)
