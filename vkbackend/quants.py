@@ -185,7 +185,10 @@ MXFP4 = packed("mxfp4", 32, lambda cols: (bits_row_bytes(cols, 4), pad(cols // 3
 
 # ---- which formats there are
 
-WITH_KERNELS = ("f32", "f16", "bf16", "q8_0")  # add a name when shaders/include/weights.glsl decodes it
+WITH_KERNELS = (
+    "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1",
+    "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4",
+)  # fmt: skip; add a name when shaders/include/weights.glsl decodes it
 ALL_FORMATS = {
     int(gguf.GGMLQuantizationType[f.name.upper()]): f
     for f in (F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4)

@@ -65,4 +65,6 @@ Chunk load_chunk(uvec3 planes, uint n_in, uint row, uint chunk) {
 
 vec4 unpack(Chunk c, uint i) { return signed_bytes(c.q[i]); }
 
+#else
+#include "weights_packed.glsl"
 #endif

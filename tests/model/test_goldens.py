@@ -20,7 +20,16 @@ from vkbackend.model.memory import Memory
 from vkbackend.ops.case import nmse
 
 DEVICES = ["numpy", "kompute:0"]
-MODELS = ["dense-q8_0", "dense-f32", "dense-f16", "dense-k-f16", "dense-k-q8_0"]
+MODELS = [
+    "dense-q8_0",
+    "dense-f32",
+    "dense-f16",
+    "dense-k-f16",
+    "dense-k-q8_0",
+    "dense-q4_k_m",
+    "dense-k-q4_k_m",
+    "dense-k-q6_k",
+]
 LENGTHS = [1, 5, 33, 100]
 
 

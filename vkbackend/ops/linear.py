@@ -40,7 +40,10 @@ ENOUGH_TEAMS = 24576  # below this many teams, several share a row so that the d
 LARGE, MEDIUM = 32768, 4096  # weight rows; these three from a sweep on an H200, see docs/performance.md
 TILED_LANES = 64  # invocations in a workgroup of linear_tiled
 ENOUGH_TILES = 256  # workgroups of linear_blocks below which tiles are cut smaller
-FORMATS = ("f32", "f16", "bf16", "q8_0")
+FORMATS = (
+    "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1",
+    "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -321,9 +324,12 @@ def _cases() -> list[Case]:
         what = ",".join(f"{r}x{n_in} {f}" for r, f in zip(rows, fmts, strict=True))
         return Case(f"n={n} {what} {before} {after}".rstrip(), build)
 
-    out = [case(n, 128, [70], [fmt]) for n in (1, 3, 16, 17, 33) for fmt in FORMATS]
+    plain = FORMATS[:4]
+    out = [case(n, 128, [70], [fmt]) for n in (1, 3, 16, 17, 33) for fmt in plain]
+    out += [case(n, 512, [70], [fmt]) for n in (2, 40) for fmt in FORMATS[4:]]
+    out += [case(1, 256, [34], [fmt], "norm", "swiglu") for fmt in ("q4_k", "q6_k", "q4_0")]
     out += [case(n, 256, [64, 6], ["q8_0", "f32"], "norm") for n in (1, 2, 4, 7, 16, 40)]
-    out += [case(n, 512, [96], [fmt], "norm", "swiglu") for n in (1, 5, 70) for fmt in FORMATS]
+    out += [case(n, 512, [96], [fmt], "norm", "swiglu") for n in (1, 5, 70) for fmt in plain]
     out += [case(n, 96, [33, 130], ["f16", "q8_0"], "groups", "residual", pad=4) for n in (1, 16, 100)]
     out += [case(1, 3584, [1024], ["q8_0"], "", "residual"), case(512, 64, [200], ["q8_0"])]
     return out
