@@ -25,7 +25,8 @@ layout(push_constant) uniform Push {
     uint qkv_at; uint z_at; uint alpha_at; uint beta_at; uint p_row;
     uint conv_w_at; uint dt_at; uint a_at; uint norm_at; uint step_at; uint step_row;
     uint conv_ring_at; uint n_columns; uint state_ring_at; uint n_slots;
-    uint y_at; uint squares_at; uint n_tokens; uint n_k_heads; uint n_v_heads; uint dv; uint n_parts; float eps; uint flags;
+    uint y_at; uint squares_at; uint n_tokens; uint n_seqs; uint n_k_heads; uint n_v_heads; uint dv; uint n_parts;
+    float eps; uint flags;
 } push;  // flags: 1 grouped v heads, 2 write the conv ring here
 
 // Two of each, for even and odd tokens: one barrier per token is enough.
@@ -94,6 +95,7 @@ void main() {
     uint me = gl_LocalInvocationIndex;
     uint index = WORKGROUP_INDEX;
     uint part = index % push.n_parts, head = index / push.n_parts % push.n_v_heads, s = index / push.n_parts / push.n_v_heads;
+    if (s >= push.n_seqs) { return; }
     uint n_past = uint(step_values[push.step_at + s]), slot = uint(step_values[push.step_at + push.step_row + s]);
     uint share = push.n_v_heads / push.n_k_heads;
     bool grouped = (push.flags & 1u) != 0u, writes_ring = (push.flags & 2u) != 0u;

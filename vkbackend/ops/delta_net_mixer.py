@@ -70,47 +70,50 @@ def delta_net_mixer(
     The state after position p goes to slot p mod R, the raw column of p to column p mod C. v head h uses k head
     h % n_k_heads, or h // (n_v_heads / n_k_heads) when grouped.
     """
-    op = "delta_net_mixer"
-    n_slots, n_v_heads, dv, dk = state_ring.shape[1:]
-    check(dk in HEAD_SIZES, op, f"head size {dk} is not supported; supported are {HEAD_SIZES}")
-    n_rows, conv_dim = qkv.shape
-    check(
-        conv_dim == 2 * n_k_heads * dk + n_v_heads * dv,
-        op,
-        f"qkv has {conv_dim} columns for {n_k_heads} x {dk}, {n_v_heads} x {dv}",
-    )
-    check(
-        conv_ring.shape[2] == conv_dim and conv_w.shape[0] == conv_dim,
-        op,
-        f"ring {conv_ring.shape}, taps {conv_w.shape}",
-    )
-    check(
-        1 <= conv_w.shape[1] <= KERNEL_MAX, op, f"conv kernel of {conv_w.shape[1]} taps; 1..{KERNEL_MAX} are supported"
-    )
-    check(
-        conv_ring.shape[1] >= conv_ring_columns(n_slots - 1, conv_w.shape[1]),
-        op,
-        f"conv ring {conv_ring.shape} is too short",
-    )
-    check(
-        z.shape == (n_rows, n_v_heads * dv) and alpha.shape == beta.shape == (n_rows, n_v_heads),
-        op,
-        f"z {z.shape}, alpha {alpha.shape}",
-    )
-    check(
-        len({t.storage for t in (qkv, z, alpha, beta)}) == 1, op, "qkv, z, alpha, beta must be views of one projection"
-    )
-    check(
-        len({id(t.storage.buffer) for t in (conv_w, dt_bias, a, norm_w)}) == 1,
-        op,
-        "conv_w, dt_bias, a, norm_w must lie in one buffer",
-    )
-    check(n_rows == n_tokens * step.shape[1], op, f"{n_rows} rows are not {step.shape[1]} sequences of {n_tokens}")
+    inputs = [qkv, z, alpha, beta, conv_w, dt_bias, a, norm_w, conv_ring, state_ring, step]
+    _check(inputs, n_tokens, n_k_heads)
+    n_rows, (n_v_heads, dv) = qkv.shape[0], state_ring.shape[2:4]
     y = g.temp("delta_net_mixer", (n_rows, n_v_heads * dv))
     squares = g.temp("delta_net_mixer squares", (n_rows, n_v_heads, -(-dv // ROWS)))
-    inputs = [qkv, z, alpha, beta, conv_w, dt_bias, a, norm_w, conv_ring, state_ring, step]
     g.add(OP, inputs, [y, squares, conv_ring, state_ring], Attrs(n_tokens, n_k_heads, eps, grouped))
     return y, squares
+
+
+def _check(inputs: Sequence[Tensor], n_tokens: int, n_k_heads: int) -> None:
+    qkv, z, alpha, beta, conv_w, dt_bias, a, norm_w, conv_ring, state_ring, step = inputs
+    op = "delta_net_mixer"
+    axes = (qkv.ndim, conv_w.ndim, conv_ring.ndim, state_ring.ndim, step.ndim)
+    check(axes == (2, 2, 3, 5, 2), op, f"qkv, conv_w, rings and step have {axes} axes; (2, 2, 3, 5, 2) are needed")
+    n_slots, n_v_heads, dv, dk = state_ring.shape[1:]
+    check(dk in HEAD_SIZES, op, f"head size {dk} is not supported; supported are {HEAD_SIZES}")
+    check(n_v_heads % n_k_heads == 0, op, f"{n_v_heads} v heads are not a multiple of {n_k_heads} k heads")
+    n_rows, conv_dim = qkv.shape
+    wanted = 2 * n_k_heads * dk + n_v_heads * dv
+    check(conv_dim == wanted, op, f"qkv has {conv_dim} columns; 2 x {n_k_heads} x {dk} + {n_v_heads} x {dv} = {wanted}")
+    check(step.shape[0] == 2, op, f"step {step.shape} must be (2, n_seqs)")
+    check(n_rows == n_tokens * step.shape[1], op, f"{n_rows} rows are not {step.shape[1]} sequences of {n_tokens}")
+    for name, t, n in (("z", z, n_v_heads * dv), ("alpha", alpha, n_v_heads), ("beta", beta, n_v_heads)):
+        check(t.shape == (n_rows, n), op, f"{name} must have shape {(n_rows, n)}, got {t.shape}")
+    parts = (qkv, z, alpha, beta)
+    together = len({(t.storage, t.strides[0]) for t in parts}) == 1 and all(t.strides[1] == 1 for t in parts)
+    check(together, op, "qkv, z, alpha, beta must be columns of one projection")
+    taps = conv_w.shape[1]
+    check(conv_w.shape[0] == conv_dim, op, f"conv_w {conv_w.shape} must be ({conv_dim}, taps)")
+    check(1 <= taps <= KERNEL_MAX, op, f"conv kernel of {taps} taps; 1..{KERNEL_MAX} are supported")
+    for name, t, n in (("dt_bias", dt_bias, n_v_heads), ("a", a, n_v_heads), ("norm_w", norm_w, dv)):
+        check(t.shape == (n,), op, f"{name} must have shape ({n},), got {t.shape}")
+    params = (conv_w, dt_bias, a, norm_w)
+    check(all(t.is_contiguous for t in params), op, "conv_w, dt_bias, a, norm_w must be contiguous")
+    buffers = {id(t.storage.buffer or t.storage) for t in params}
+    check(len(buffers) == 1, op, "conv_w, dt_bias, a, norm_w must lie in one buffer")
+    columns = conv_ring_columns(n_slots - 1, taps)
+    n_seq_max, n_columns, ring_dim = conv_ring.shape
+    fits = n_seq_max == state_ring.shape[0] and n_columns >= columns and ring_dim == conv_dim
+    wants = f"({state_ring.shape[0]}, {columns} or more, {conv_dim})"
+    check(fits, op, f"conv ring {conv_ring.shape} must be {wants}")
+    check(conv_ring.is_contiguous and state_ring.is_contiguous, op, "the rings must be contiguous")
+    at = state_ring.storage.base + state_ring.offset
+    check(at % 4 == 0, op, f"the state ring starts at word {at}; it must start at a multiple of 4")
 
 
 def _reference(node: Node, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
@@ -147,11 +150,13 @@ def _reference(node: Node, inputs: Sequence[Array], outputs: Sequence[Array]) ->
 def _conv_silu(x: Array, w: Array, ring: Array, past: int) -> Array:
     """SiLU of the causal conv of x [n_tokens, conv_dim]; reads the older columns from the ring, writes the new ones."""
     n_tokens, n_columns, before = len(x), len(ring), w.shape[1] - 1
-    old = [ring[p % n_columns] if p >= 0 else np.zeros_like(x[0]) for p in range(past - before, past)]
-    window = np.concatenate([np.array(old, x.dtype).reshape(before, -1), x])
-    out = sum(window[j : j + n_tokens] * w[:, j] for j in range(w.shape[1]))
-    for t in range(max(0, n_tokens - n_columns), n_tokens):
-        ring[(past + t) % n_columns] = x[t]
+    window = np.zeros((before + n_tokens, x.shape[1]), x.dtype)
+    older = np.arange(max(past - before, 0), past)  # positions
+    window[before - len(older) : before] = ring[older % n_columns]
+    window[before:] = x
+    out = sum(window[j : j + n_tokens] * w[:, j] for j in range(before + 1))
+    kept = np.arange(max(n_tokens - n_columns, 0), n_tokens)
+    ring[(past + kept) % n_columns] = x[kept]
     return silu(np.asarray(out))
 
 
@@ -168,7 +173,8 @@ def _lower(node: Node, limits: Limits) -> Lowering:
     push = (
         At(qkv), At(z), At(alpha), At(beta), qkv.strides[0], At(conv_w), At(dt_bias), At(a), At(norm_w),
         At(step), step.strides[0], At(conv_ring), n_columns, At(state_ring), n_slots, At(y), At(squares),
-        at.n_tokens, at.n_k_heads, n_v_heads, dv, squares.shape[2], float(at.eps), int(at.grouped) | 2 * int(short),
+        at.n_tokens, n_seqs, at.n_k_heads, n_v_heads, dv, squares.shape[2], float(at.eps),
+        int(at.grouped) | 2 * int(short),
     )  # fmt: skip
     binds = (
         Bind(qkv, "r"), Bind(conv_w, "r"), Bind(step, "r"), Bind(conv_ring, "rw" if short else "r"),
