@@ -86,9 +86,9 @@ class PlainBurst:
         feeds = {"tokens": np.array([self._last], np.int32), "step": np.array([[n_past], [0]], np.int32)}
         try:
             chosen = self._programs[key].run(feeds)["chosen"]
-        except DeviceError:
+        except DeviceError as error:
             memory.seqs[0] = SequenceState()
-            raise
+            raise DeviceError(f"{error}; the failed burst may have overwritten sequence 0: cleared") from error
         self._last = int(chosen[-1])
         return [[int(token)] for token in chosen]
 
@@ -172,9 +172,9 @@ class DraftBurst:
         self._context.submissions += 1
         try:
             log = self._programs[key].run({"forced": self._force(n_rounds)} if forced else {})["log"]
-        except DeviceError:
-            memory.seqs[0] = mtp_memory.seqs[0] = SequenceState()
-            raise
+        except DeviceError as error:
+            memory.seqs[0], mtp_memory.seqs[0] = SequenceState(), SequenceState()
+            raise DeviceError(f"{error}; the failed burst may have overwritten sequence 0: cleared") from error
         rounds = []
         for accepted, *targets in log.tolist():
             memory.advance(0, self._n + 1)

@@ -79,7 +79,11 @@ class Context:
         return self.decode_batch(single_sequence(tokens, seq, pos, logits), greedy)
 
     def decode_batch(self, batch: Batch, greedy: bool = False) -> DecodeOutput:
-        """Decodes rows of several sequences. An error leaves every sequence as it was."""
+        """Decodes rows of several sequences.
+
+        After an error every sequence is as it was. Only where a run failed on the device after it may have overwritten
+        more states than can be rolled back, the sequence is empty, and the `DeviceError` names it.
+        """
         return self._run(self._check(batch), greedy, {})
 
     def _check(self, batch: Batch) -> Rows:
@@ -107,9 +111,9 @@ class Context:
                     logits[places] = results["logits"][keep]
                 if hidden is not None:
                     hidden[ubatch.rows] = results["hidden"]
-        except DeviceError as error:
+        except BaseException as error:  # an interrupt as well
             lost = self._undo(before)
-            if lost:
+            if lost and isinstance(error, DeviceError):
                 raise DeviceError(f"{error}; the failed run may have overwritten sequences {lost}: cleared") from error
             raise
         return DecodeOutput(logits, hidden, argmax)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import enum
 import struct
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vkbackend.device.base import Buffer, Device
-from vkbackend.errors import ContextError
+from vkbackend.errors import ContextError, DeviceError
 from vkbackend.graph import Tensor, bound
 from vkbackend.ops.delta_net_mixer import conv_ring_columns
 
@@ -143,11 +144,14 @@ class Memory:
     # ---- copies
 
     def copy(self, src: int, dst: int) -> None:
-        """Makes dst an independent copy of src, its older states included."""
+        """Makes dst an independent copy of src, its older states included. A failure leaves dst empty."""
+        if src == dst:
+            return
         n_past = self.seqs[src].n_past
+        self.seqs[dst] = SequenceState()
         for tensor, per_token in self._tensors():
             n = tensor.strides[0] if per_token is None else n_past * per_token
-            if n and src != dst:
+            if n:
                 base, step = tensor.storage.base, tensor.strides[0]
                 buffer = _buffer(tensor)
                 self._device.copy(buffer, base + src * step, buffer, base + dst * step, n)
@@ -164,15 +168,16 @@ class Memory:
     def save(self, seq: int) -> bytes:
         """The sequence's current state as bytes: KV rows, the newest recurrent state, the live conv columns."""
         s = self.seqs[seq]
-        parts = [_HEADER.pack(_MAGIC, *self._fingerprint(), s.n_past)]
-        for tensor, start, n in self._live(seq):
-            parts.append(self._device.download(_buffer(tensor), tensor.storage.base + start, n).tobytes())
-        return b"".join(parts)
+        live = [self._device.download(_buffer(t), t.storage.base + start, n) for t, start, n in self._live(seq)]
+        payload = b"".join(words.tobytes() for words in live)
+        header = _HEADER.pack(_MAGIC, *self._fingerprint(), s.n_past)
+        return header + _CHECKSUM.pack(zlib.crc32(payload, zlib.crc32(header))) + payload
 
     def restore(self, seq: int, data: bytes) -> None:
         """Puts a saved state into a sequence. Its rollback depth is 0 until new tokens are decoded."""
-        if len(data) < _HEADER.size:
-            raise ContextError(f"state_set: {len(data)} bytes are too few for a saved state (at least {_HEADER.size})")
+        start = _HEADER.size + _CHECKSUM.size
+        if len(data) < start:
+            raise ContextError(f"state_set: {len(data)} bytes are too few for a saved state (at least {start})")
         magic, *rest = _HEADER.unpack_from(data)
         if magic != _MAGIC or tuple(rest[:-1]) != self._fingerprint():
             raise ContextError("state_set: these bytes were not saved by a context of this model's shape")
@@ -182,15 +187,23 @@ class Memory:
         before = self.seqs[seq]
         self.seqs[seq] = SequenceState(n_past, max(0, n_past - 1))
         live = self._live(seq)
-        need = _HEADER.size + 4 * sum(n for _, _, n in live)
+        need = start + 4 * sum(n for _, _, n in live)
         if len(data) != need:
             self.seqs[seq] = before
             raise ContextError(f"state_set: {len(data)} bytes given, a state of {n_past} tokens has {need}")
-        words: NDArray[np.uint32] = np.frombuffer(data, np.uint32, offset=_HEADER.size)
+        checksum = zlib.crc32(data[start:], zlib.crc32(data[: _HEADER.size]))
+        if checksum != _CHECKSUM.unpack_from(data, _HEADER.size)[0]:
+            self.seqs[seq] = before
+            raise ContextError("state_set: the bytes do not match their checksum: they were changed after state_get")
+        words: NDArray[np.uint32] = np.frombuffer(data, np.uint32, offset=start)
         at = 0
-        for tensor, start, n in live:
-            self._device.upload(_buffer(tensor), tensor.storage.base + start, words[at : at + n])
-            at += n
+        try:
+            for tensor, first, n in live:
+                self._device.upload(_buffer(tensor), tensor.storage.base + first, words[at : at + n])
+                at += n
+        except DeviceError as error:
+            self.seqs[seq] = SequenceState()
+            raise DeviceError(f"{error}; sequence {seq} was half replaced: cleared") from error
 
     def _live(self, seq: int) -> list[tuple[Tensor, int, int]]:
         """(tensor, first word, words) of everything the next token of a sequence can read."""
@@ -220,6 +233,7 @@ class Memory:
 
 _MAGIC = 0x53424B56  # "VKBS"
 _HEADER = struct.Struct("<11I")
+_CHECKSUM = struct.Struct("<I")  # CRC-32 of the header and of everything behind the checksum
 
 
 def _buffer(tensor: Tensor) -> Buffer:
