@@ -8,26 +8,17 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from open_vulkan import open_or_skip
 
 from vkbackend.device.kompute import KomputeDevice
 from vkbackend.device.numpy import NumpyDevice
 from vkbackend.device.vulkan import VulkanDevice
-from vkbackend.errors import DeviceError
-
-
-def _open(make: type[KomputeDevice] | type[VulkanDevice], subgroups: bool) -> KomputeDevice | VulkanDevice:
-    try:
-        return make(0, subgroups)
-    except DeviceError as error:
-        if os.environ.get("CI"):
-            raise  # CI must test the Vulkan devices, not skip them
-        pytest.skip(f"no Vulkan device here: {error}")
 
 
 @pytest.fixture(scope="session")
 def kompute() -> Iterator[KomputeDevice]:
     """The first Kompute device, with the subgroup variants of the shaders."""
-    device = _open(KomputeDevice, True)
+    device = open_or_skip(lambda: KomputeDevice(0, subgroups=True))
     yield device
     device.close()
 
@@ -35,15 +26,22 @@ def kompute() -> Iterator[KomputeDevice]:
 @pytest.fixture(scope="session")
 def kompute_shared() -> Iterator[KomputeDevice]:
     """The same with the shared-memory variants."""
-    device = _open(KomputeDevice, False)
+    device = open_or_skip(lambda: KomputeDevice(0, subgroups=False))
     yield device
     device.close()
+
+
+@pytest.fixture(params=["kompute", "kompute_shared"])
+def device(request: pytest.FixtureRequest) -> KomputeDevice:
+    """Both Kompute devices, one after the other."""
+    found: KomputeDevice = request.getfixturevalue(request.param)
+    return found
 
 
 @pytest.fixture(scope="session")
 def vulkan() -> Iterator[VulkanDevice]:
     """The first device through direct Vulkan."""
-    device = _open(VulkanDevice, True)
+    device = open_or_skip(lambda: VulkanDevice(0, subgroups=True))
     yield device
     device.close()
 

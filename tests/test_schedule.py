@@ -351,5 +351,16 @@ def test_an_output_that_no_node_writes_has_a_place_and_a_stray_tensor_has_none()
         plan(m.graph, Limits())
 
 
+def test_two_names_for_one_result_take_one_place() -> None:
+    m = Maker(random.Random(0))
+    y = m.graph.temp("y", (4, ALIGN))
+    m.node([([], [y])])
+    m.graph.output("all", y)
+    m.graph.output("a row", y.narrow(0, 2, 1))
+    result = made_plan(m)[0]
+    assert result.n_words == {ARENA: 0, INPUTS: 0, OUTPUTS: 4 * ALIGN}
+    assert result.outputs["a row"][0] == result.outputs["all"][0] + 2 * ALIGN
+
+
 def test_an_empty_graph() -> None:
     assert plan(Graph(), Limits()).n_words == {ARENA: 0, INPUTS: 0, OUTPUTS: 0}

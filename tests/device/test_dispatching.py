@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from vkbackend.device.base import Device, DeviceInfo, Limits
-from vkbackend.device.dispatching import Command, check_allocation, check_launch
+from vkbackend.device.dispatching import Command, DispatchProgram, check_allocation, check_launch
 from vkbackend.device.kompute import KomputeDevice
 from vkbackend.device.null import NullBuffer, NullDevice
 from vkbackend.device.numpy import NumpyDevice
@@ -181,6 +182,37 @@ def test_programs_of_a_device_share_their_regions() -> None:
         device.compile(g)
     assert sorted(b.label for b in device.buffers) == ["activation arena", "graph inputs", "graph outputs"]
     assert {b.n_words for b in device.buffers} == {1024}
+
+
+def test_a_program_waits_until_another_has_read_its_results() -> None:
+    """Programs share their host regions, so writing inputs, running and reading outputs must be one turn."""
+    device = NullDevice()
+
+    def program() -> DispatchProgram:
+        g = Graph()
+        g.output("y", normed(g, g.input("x", (1, 4)), NullBuffer(4)))
+        return device.compile(g)
+
+    first, second = program(), program()
+    words = device.pool.host("inputs", 1).words
+    seen: list[Any] = []
+
+    class Slow:
+        def run(self) -> None:
+            other = threading.Thread(target=second.run, args=({"x": np.full((1, 4), 2)},))
+            other.start()
+            other.join(0.2)
+            seen.append((other, other.is_alive(), words[:4].view(np.float32).tolist()))
+
+        def level_seconds(self) -> list[float]:
+            return []
+
+    first._recording = Slow()
+    first.run({"x": np.full((1, 4), 1)})
+    ((other, waited, inputs),) = seen
+    other.join(10)
+    assert waited and inputs == [1] * 4
+    assert not other.is_alive() and words[:4].view(np.float32).tolist() == [2] * 4
 
 
 def test_regions_grow_in_powers_of_two_up_to_what_can_be_bound() -> None:

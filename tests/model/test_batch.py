@@ -70,6 +70,7 @@ def test_ubatches_cover_the_batch_in_order(seed: int) -> None:
         assert len(set(u.seqs)) == len(u.seqs) and 1 <= len(u.rows) == u.n_tokens * len(u.seqs) <= n_ubatch
         if len(u.rows) > DECODE_ROWS:
             assert u.n_tokens & (u.n_tokens - 1) == 0
+        assert len(u.seqs) <= DECODE_ROWS  # so that single tokens of many sequences stay batch-invariant
         for i, s in enumerate(u.seqs):
             rows = u.rows[i * u.n_tokens : (i + 1) * u.n_tokens]
             assert (seq_ids[rows] == s).all()

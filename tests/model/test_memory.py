@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -227,5 +228,17 @@ def test_memories_are_packed_into_few_buffers_within_the_limits() -> None:
     assert len(device.buffers) == 1 and all(t.storage.base % 64 == 0 for t in tensors)
     spans = sorted((t.storage.base, t.storage.base + t.size) for t in tensors)
     assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+
+    # Of 4 KiB a buffer: several of them, none too large, and no tensor across two.
+    small = NullDevice(replace(device.info.limits, max_storage_range=4096))
+    memory = Memory(small, make_shape(8, n_recurrent=9, n_attention=7))
+    tensors = [t for c in memory.kv for t in (c.k, c.v)] + [t for r in memory.rings for t in (r.conv, r.state)]
+    assert len(small.buffers) > 2 and all(4 * b.n_words <= 4096 for b in small.buffers)
+    for buffer in small.buffers:
+        inside = sorted((t.storage.base, t.storage.base + t.size) for t in tensors if t.storage.buffer is buffer)
+        assert inside and inside[-1][1] <= buffer.n_words
+        assert all(end <= start for (_, end), (start, _) in zip(inside, inside[1:], strict=False))
+    assert sum(t.storage.buffer in small.buffers for t in tensors) == 2 * 7 + 2 * 9
+
     with pytest.raises(DeviceError, match="context memory"):
         Memory(device, MemoryShape(1, 0, 1, 1 << 20, 0, 8, 128))  # one cache is more than can be bound

@@ -7,6 +7,8 @@ import inspect
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import vkbackend.ops
 from vkbackend.device.base import Limits
@@ -14,7 +16,7 @@ from vkbackend.device.copy import COPY_WORDS, FILL_WORDS
 from vkbackend.device.null import NullDevice
 from vkbackend.ops import all_ops, op_names
 from vkbackend.ops.case import CaseBuilder
-from vkbackend.ops.op import Op
+from vkbackend.ops.op import Op, push_word, spread
 from vkbackend.shaders.compiler import SOURCE_DIR
 
 NAMES = op_names()
@@ -70,6 +72,22 @@ def test_lowerings_ask_for_listed_kernels_within_the_limits(name: str, limits: L
                 assert all(0 <= s <= 0xFFFFFFFF for s in dispatch.spec)
                 assert {b.access for b in (*dispatch.binds, *dispatch.also)} <= {"r", "w", "rw"}
     assert n_dispatches
+
+
+@given(n=st.integers(1, 1 << 32), limit=st.integers(1, 65535))
+def test_spread_covers_all_workgroups_and_few_more(n: int, limit: int) -> None:
+    x, y, z = spread(n, limit)
+    assert z == 1 and 1 <= x <= limit
+    assert n <= x * y < n + y  # less than one surplus workgroup in each row
+    assert y == -(-n // limit)  # as few rows as can be
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [(0, 0), (7, 7), (-1, 0xFFFFFFFF), (-(1 << 31), 1 << 31), (1.0, 0x3F800000), (-0.0, 1 << 31), (0.0, 0)],
+)
+def test_push_words_carry_integers_and_floats(value: float, word: int) -> None:
+    assert push_word(value) == word
 
 
 def test_every_shader_file_belongs_to_a_kernel() -> None:
