@@ -72,6 +72,18 @@ def test_pack_matrix_rounds_and_tells_what_to(name: str, rng: np.random.Generato
     assert np.abs(values - data).max() <= relative * np.abs(data).max()
 
 
+@pytest.mark.parametrize("name", ["q4_k", "q6_k", "iq4_nl"])
+def test_pack_matrix_draws_what_gguf_can_not_round_to(name: str, rng: np.random.Generator) -> None:
+    data = (rng.standard_normal((6, 512)) * 0.02).astype(np.float32)
+    words, values = pack_matrix(data, name)
+    ends = np.cumsum(plane_words(name, 6, 512))
+    planes = [part.reshape(6, -1) for part in np.split(words, ends[:-1])]
+    np.testing.assert_array_equal(format_named(name).unpack(planes, 512), values)
+    assert 0.3 < values.std() / data.std() < 3
+    np.testing.assert_array_equal(pack_matrix(data, name)[0], words)
+    assert not np.array_equal(pack_matrix(data[::-1], name)[0], words)
+
+
 def test_short_rows_are_padded_with_zeros() -> None:
     plane = as_plane(np.arange(1, 7, dtype=np.uint8).reshape(2, 3), 16)
     assert plane.view(np.uint8).tolist() == [[1, 2, 3] + [0] * 13, [4, 5, 6] + [0] * 13]

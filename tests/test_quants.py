@@ -27,7 +27,11 @@ f32 = np.float32
 
 
 def bits(words: Sequence[int], c: int, n: int) -> int:
-    return words[c * n // 32] >> (c * n % 32) & ((1 << n) - 1)
+    """Column c of a bits plane of n: the chunk of 16 columns as one number, then the place the comment tells."""
+    chunk = sum(word << (32 * j) for j, word in enumerate(words)) >> (c // 16 * 16 * n)
+    i, k = c % 16 // 4, c % 4
+    at = {1: 4 * k + i, 2: 16 * (i // 2) + 4 * k + 2 * (i % 2), 4: 16 * i + 4 * k}[n]
+    return chunk >> at & ((1 << n) - 1)
 
 
 def byte(words: Sequence[int], i: int) -> int:

@@ -2,7 +2,15 @@
 
 Rules of every plane: rows follow each other; the columns of a row are in order; numbers are little-endian, so within
 a word the earlier column has the lower bits. Planes of quants have rows padded with zeros to 16 bytes, planes of
-scales to 4. A bits plane of b bits a column (b = 1, 2, 4) has column c in word c * b / 32, at bit c * b % 32.
+scales to 4.
+
+A bits plane of b bits a column (b = 1, 2, 4) has 16 columns (a chunk) in 2 b bytes, read as one number. Column
+4 i + k of a chunk is at bit
+
+    4 bits: 16 i + 4 k          2 bits: 16 (i / 2) + 4 k + 2 (i % 2)          1 bit: 4 k + i
+
+so that for every i the columns k = 0..3 are 4 bits apart, whatever b is: one shift and the same mask bring fields of
+planes together (shaders/include/weights.glsl).
 """
 
 from __future__ import annotations
@@ -94,7 +102,10 @@ def pairs_plane(qs: Bytes) -> Words:
     for i in range(4):
         x = (fours >> (2 * i)) & 0x03030303
         parts.append(x | (x >> 6) | (x >> 12) | (x >> 18))
-    return _gather(parts, 8, qs.shape[0])
+    plane = _gather(parts, 8, qs.shape[0])  # bit 16 (i / 2) + 8 (i % 2) + 2 k
+    _swap(plane, 0x00F000F0, 4)
+    _swap(plane, 0x0C0C0C0C, 2)
+    return plane
 
 
 def bits_plane(qh: Bytes) -> Words:
@@ -105,7 +116,22 @@ def bits_plane(qh: Bytes) -> Words:
         x = (eights >> np.uint64(i)) & np.uint64(0x0101010101010101)
         # The product brings bit 0 of byte k to bit 56 + k; nothing else reaches the top byte.
         parts.append((x * np.uint64(0x0102040810204080)) >> np.uint64(56))
-    return _gather(parts, 4, qh.shape[0])
+    return transposed_bits(_gather(parts, 4, qh.shape[0]))
+
+
+def transposed_bits(plane: Words) -> Words:
+    """Bits plane of 1 from one with bit c of each half word for column c (4 x 4 bits transposed), in place."""
+    _swap(plane, 0x00CC00CC, 6)
+    _swap(plane, 0x0A0A0A0A, 3)
+    return plane
+
+
+def _swap(words: Words, mask: int, distance: int) -> None:
+    """Exchanges the bits of `mask` with those `distance` higher, in place."""
+    by = np.uint32(distance)
+    differ: Words = ((words >> by) ^ words) & np.uint32(mask)
+    words ^= differ
+    words ^= differ << by
 
 
 def _gather(parts: Sequence[NDArray[np.integer[Any]]], width: int, rows: int) -> Words:
@@ -119,8 +145,11 @@ def _gather(parts: Sequence[NDArray[np.integer[Any]]], width: int, rows: int) ->
 
 def columns_of(plane: Words, cols: int, bits: int) -> Bytes:
     """The columns of a bits plane, [rows, cols]."""
-    raw = plane.view(np.uint8)[:, : cols * bits // 8, None]
-    fields = (raw >> np.arange(0, 8, bits, dtype=np.uint8)) & np.uint8((1 << bits) - 1)
+    chunk = np.dtype({1: np.uint16, 2: np.uint32, 4: np.uint64}[bits])
+    i, k = np.divmod(np.arange(16), 4)
+    at = {1: 4 * k + i, 2: 16 * (i // 2) + 4 * k + 2 * (i % 2), 4: 16 * i + 4 * k}[bits].astype(chunk)
+    raw = plane.view(chunk)[:, : cols // 16, None]
+    fields: Bytes = ((raw >> at) & chunk.type((1 << bits) - 1)).astype(np.uint8)
     return fields.reshape(plane.shape[0], cols)
 
 

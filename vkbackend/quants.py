@@ -34,6 +34,7 @@ from vkbackend.planes import (
     packed,
     pad,
     scaled,
+    transposed_bits,
 )
 
 __all__ = ["ALL_FORMATS", "WeightFormat", "as_plane", "dequantize", "pad", "random_blocks", "weight_format"]
@@ -125,9 +126,14 @@ Q4_1 = packed("q4_1", 32, lambda cols: (bits_row_bytes(cols, 4), cols // 8), _pa
 # Plane 0: bits plane of 4, q. Plane 1: bits plane of 1, h. Plane 2: f16 d, half c / 32 of the row.
 
 
+def _high_bits(qh: Bytes) -> Words:
+    """The bits plane of 1 from 4 bytes a block [rows, n_blocks, 4], whose bit c is column c."""
+    return transposed_bits(as_plane(np.array(qh), 16))
+
+
 def _pack_q5_0(raw: Bytes, cols: int) -> list[Words]:
     blocks = blocks_of(raw, cols, 32, 22)
-    return [nibbles_plane(blocks[:, :, 6:], 16), as_plane(blocks[:, :, 2:6], 16), as_plane(blocks[:, :, :2], 4)]
+    return [nibbles_plane(blocks[:, :, 6:], 16), _high_bits(blocks[:, :, 2:6]), as_plane(blocks[:, :, :2], 4)]
 
 
 def _row_bytes_q5_0(cols: int) -> tuple[int, ...]:
@@ -147,7 +153,7 @@ Q5_0 = packed("q5_0", 32, _row_bytes_q5_0, _pack_q5_0, _unpack_q5_0)
 
 def _pack_q5_1(raw: Bytes, cols: int) -> list[Words]:
     blocks = blocks_of(raw, cols, 32, 24)
-    return [nibbles_plane(blocks[:, :, 8:], 16), as_plane(blocks[:, :, 4:8], 16), as_plane(blocks[:, :, :4], 4)]
+    return [nibbles_plane(blocks[:, :, 8:], 16), _high_bits(blocks[:, :, 4:8]), as_plane(blocks[:, :, :4], 4)]
 
 
 def _row_bytes_q5_1(cols: int) -> tuple[int, ...]:

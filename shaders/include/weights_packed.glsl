@@ -1,190 +1,151 @@
-// Chunks of the formats with fewer than 8 bits: planes of 4, 2 and 1 bits a column and their scales.
-// Layouts: vkbackend/quants.py and vkbackend/k_quants.py; interface: weights.glsl.
+// Chunks of the formats with fewer than 8 bits: planes of 4, 2 and 1 bits a column, and their scales.
+// Layouts: vkbackend/planes.py, quants.py, k_quants.py; interface: weights.glsl.
+
+layout(binding = 0) readonly buffer WeightPairs { uvec2 w_pairs[]; };
 
 #if defined(W_Q4_1) || defined(W_Q5_1) || defined(W_Q4_K) || defined(W_Q5_K) || defined(W_Q2_K)
 #define HAS_OFFSET
 #endif
 
 struct Chunk {
-    uvec2 q;       // 16 columns of 4 bits, or (in x) of 2
-    uint h;        // their bits above: 16 of 1 bit, or of 2
+#if !defined(W_Q2_K) && !defined(W_Q3_K)
+    uvec2 q;  // 16 columns of 4 bits
+#endif
+#if defined(W_Q2_K) || defined(W_Q3_K) || defined(W_Q6_K)
+    uint pairs;  // 16 columns of 2 bits
+#endif
+#if defined(W_Q5_0) || defined(W_Q5_1) || defined(W_Q5_K) || defined(W_Q3_K)
+    uint bits;  // 16 columns of 1 bit in the low half
+#endif
     float factor;
 #ifdef HAS_OFFSET
     float offset;
 #endif
 };
 
-// Words of a row: of a plane of 4, 2, 1 bits a column (rows padded to 16 bytes), of f16 per 32 columns.
-uint pitch4(uint n_in) { return n_in / 8u; }
-uint pitch2(uint n_in) { return (n_in / 4u + 15u) / 16u * 4u; }
-uint pitch1(uint n_in) { return (n_in / 8u + 15u) / 16u * 4u; }
-uint half_pitch(uint n_in) { return (n_in / 32u + 1u) & ~1u; }
+// ---- loads. Rows of planes of quants are padded to 16 bytes; a row has a multiple of 32 columns.
 
-uvec2 load4(uint plane, uint n_in, uint row, uint chunk) {
-    uint at = plane + row * pitch4(n_in) + chunk * 2u;
-    return uvec2(w_words[at], w_words[at + 1u]);
+uvec2 load_nibbles(uint plane, uint n_in, uint row, uint chunk) { return w_pairs[plane / 2u + row * (n_in / 16u) + chunk]; }
+
+// For formats with blocks of 256 columns: their rows need no padding.
+uint load_pairs(uint plane, uint n_in, uint row, uint chunk) { return w_words[plane + row * (n_in / 16u) + chunk]; }
+
+uint load_bits(uint plane, uint n_in, uint row, uint chunk) {
+    uint pitch = (n_in / 32u + 3u) & ~3u;
+    return w_words[plane + row * pitch + chunk / 2u] >> (chunk % 2u * 16u);  // what is above 16 bits is masked later
 }
 
-uint load2(uint plane, uint n_in, uint row, uint chunk) { return w_words[plane + row * pitch2(n_in) + chunk]; }
-
-uint load1(uint plane, uint n_in, uint row, uint chunk) {
-    return w_words[plane + row * pitch1(n_in) + chunk / 2u] >> (chunk % 2u * 16u) & 0xFFFFu;
+float load_half(uint plane, uint n_in, uint row, uint chunk) {  // one f16 for each 32 columns
+    return f16_at(plane, row * ((n_in / 32u + 1u) & ~1u) + chunk / 2u);
 }
 
-uvec4 nibbles(uvec2 q, uint i) {
-    uint word = i < 2u ? q.x : q.y;
-    return uvec4(word, word >> 4, word >> 8, word >> 12) >> (i % 2u * 16u) & 15u;
+vec2 load_halves(uint plane, uint n_in, uint row, uint chunk) {  // two f16 for each 32 columns
+    return unpackHalf2x16(w_words[plane + row * (n_in / 32u) + chunk / 2u]);
 }
 
-uvec4 pairs(uint word, uint i) { return uvec4(word, word >> 2, word >> 4, word >> 6) >> (i * 8u) & 3u; }
+// The first word of a K-scales record: 4 words of small numbers and one of d and dmin for each 256 columns.
+uint k_record(uint plane, uint n_in, uint row, uint chunk) { return plane + (row * (n_in / 256u) + chunk / 16u) * 5u; }
 
-uvec4 bits(uint word, uint i) { return uvec4(word, word >> 1, word >> 2, word >> 3) >> (i * 4u) & 1u; }
-
-int signed_byte(uint first_word, uint i) { return bitfieldExtract(int(w_words[first_word + i / 4u]), int(i % 4u * 8u), 8); }
-
-#if defined(W_Q4_0) || defined(W_IQ4_NL)
+int signed_byte(uint first_word, uint i) {
+    return bitfieldExtract(int(w_words[first_word + i / 4u]), int(i % 4u * 8u), 8);
+}
 
 Chunk load_chunk(uvec3 planes, uint n_in, uint row, uint chunk) {
     Chunk c;
-    c.q = load4(planes.x, n_in, row, chunk);
-    c.factor = f16_at(planes.y, row * half_pitch(n_in) + chunk / 2u);
-    return c;
-}
-
-#elif defined(W_Q4_1)
-
-Chunk load_chunk(uvec3 planes, uint n_in, uint row, uint chunk) {
-    Chunk c;
-    c.q = load4(planes.x, n_in, row, chunk);
-    vec2 both = unpackHalf2x16(w_words[planes.y + row * (n_in / 32u) + chunk / 2u]);
-    c.factor = both.x;
-    c.offset = -both.y;
-    return c;
-}
-
-#elif defined(W_Q5_0)
-
-Chunk load_chunk(uvec3 planes, uint n_in, uint row, uint chunk) {
-    Chunk c;
-    c.q = load4(planes.x, n_in, row, chunk);
-    c.h = load1(planes.y, n_in, row, chunk);
-    c.factor = f16_at(planes.z, row * half_pitch(n_in) + chunk / 2u);
-    return c;
-}
-
-#elif defined(W_Q5_1)
-
-Chunk load_chunk(uvec3 planes, uint n_in, uint row, uint chunk) {
-    Chunk c;
-    c.q = load4(planes.x, n_in, row, chunk);
-    c.h = load1(planes.y, n_in, row, chunk);
-    vec2 both = unpackHalf2x16(w_words[planes.z + row * (n_in / 32u) + chunk / 2u]);
-    c.factor = both.x;
-    c.offset = -both.y;
-    return c;
-}
-
-#elif defined(W_Q4_K) || defined(W_Q5_K)
-
-Chunk load_chunk(uvec3 planes, uint n_in, uint row, uint chunk) {
-    Chunk c;
-    c.q = load4(planes.x, n_in, row, chunk);
-#ifdef W_Q5_K
-    c.h = load1(planes.y, n_in, row, chunk);
+#if !defined(W_Q2_K) && !defined(W_Q3_K)
+    c.q = load_nibbles(planes.x, n_in, row, chunk);
+#else
+    c.pairs = load_pairs(planes.x, n_in, row, chunk);
+#endif
+#if defined(W_Q5_0) || defined(W_Q5_1) || defined(W_Q5_K) || defined(W_Q3_K)
+    c.bits = load_bits(planes.y, n_in, row, chunk);
+    uint scales = planes.z;
+#elif defined(W_Q6_K)
+    c.pairs = load_pairs(planes.y, n_in, row, chunk);
     uint scales = planes.z;
 #else
     uint scales = planes.y;
 #endif
-    uint record = scales + (row * (n_in / 256u) + chunk / 16u) * 5u, group = chunk % 16u / 2u;
-    uint both = w_words[record + group / 2u] >> (group % 2u * 16u);
+#if defined(W_Q4_0) || defined(W_Q5_0) || defined(W_IQ4_NL)
+    c.factor = load_half(scales, n_in, row, chunk);
+#elif defined(W_Q4_1) || defined(W_Q5_1)
+    vec2 d = load_halves(scales, n_in, row, chunk);
+    c.factor = d.x;
+    c.offset = -d.y;
+#elif defined(W_Q4_K) || defined(W_Q5_K)
+    uint record = k_record(scales, n_in, row, chunk);
+    uint small = w_words[record + chunk % 16u / 4u] >> (chunk / 2u % 2u * 16u);
     vec2 d = unpackHalf2x16(w_words[record + 4u]);
-    c.factor = d.x * float(both & 0xFFu);
-    c.offset = d.y * float(both >> 8 & 0xFFu);
-    return c;
-}
-
-#elif defined(W_Q6_K)
-
-Chunk load_chunk(uvec3 planes, uint n_in, uint row, uint chunk) {
-    Chunk c;
-    c.q = load4(planes.x, n_in, row, chunk);
-    c.h = load2(planes.y, n_in, row, chunk);
-    uint record = planes.z + (row * (n_in / 256u) + chunk / 16u) * 5u;
-    c.factor = unpackHalf2x16(w_words[record + 4u]).x * float(signed_byte(record, chunk % 16u));
-    return c;
-}
-
+    c.factor = d.x * float(small & 0xFFu);
+    c.offset = d.y * float((small >> 8) & 0xFFu);
 #elif defined(W_Q2_K)
-
-Chunk load_chunk(uvec3 planes, uint n_in, uint row, uint chunk) {
-    Chunk c;
-    c.q.x = load2(planes.x, n_in, row, chunk);
-    uint record = planes.y + (row * (n_in / 256u) + chunk / 16u) * 5u, group = chunk % 16u;
-    uint both = w_words[record + group / 4u] >> (group % 4u * 8u);
+    uint record = k_record(scales, n_in, row, chunk);
+    uint small = w_words[record + chunk % 16u / 4u] >> (chunk % 4u * 8u);
     vec2 d = unpackHalf2x16(w_words[record + 4u]);
-    c.factor = d.x * float(both & 15u);
-    c.offset = d.y * float(both >> 4 & 15u);
-    return c;
-}
-
-#elif defined(W_Q3_K)
-
-Chunk load_chunk(uvec3 planes, uint n_in, uint row, uint chunk) {
-    Chunk c;
-    c.q.x = load2(planes.x, n_in, row, chunk);
-    c.h = load1(planes.y, n_in, row, chunk);
-    uint record = planes.z + (row * (n_in / 256u) + chunk / 16u) * 5u;
+    c.factor = d.x * float(small & 15u);
+    c.offset = d.y * float((small >> 4) & 15u);
+#elif defined(W_Q6_K) || defined(W_Q3_K)
+    uint record = k_record(scales, n_in, row, chunk);
     c.factor = unpackHalf2x16(w_words[record + 4u]).x * float(signed_byte(record, chunk % 16u));
-    return c;
-}
-
 #elif defined(W_IQ4_XS)
-
-Chunk load_chunk(uvec3 planes, uint n_in, uint row, uint chunk) {
-    Chunk c;
-    c.q = load4(planes.x, n_in, row, chunk);
-    uint record = planes.y + (row * (n_in / 256u) + chunk / 16u) * 3u;
+    uint record = scales + (row * (n_in / 256u) + chunk / 16u) * 3u;
     c.factor = unpackHalf2x16(w_words[record + 2u]).x * float(signed_byte(record, chunk % 16u / 2u));
-    return c;
-}
-
 #elif defined(W_MXFP4)
-
-Chunk load_chunk(uvec3 planes, uint n_in, uint row, uint chunk) {
-    Chunk c;
-    c.q = load4(planes.x, n_in, row, chunk);
-    uint block = chunk / 2u, pitch = (n_in / 32u + 3u) / 4u;
-    uint e = w_words[planes.y + row * pitch + block / 4u] >> (block % 4u * 8u) & 0xFFu;
+    uint block = chunk / 2u;
+    uint e = (w_words[scales + row * ((n_in / 32u + 3u) / 4u) + block / 4u] >> (block % 4u * 8u)) & 0xFFu;
     c.factor = uintBitsToFloat(e < 2u ? 0x00200000u << e : (e - 1u) << 23);
+#endif
     return c;
 }
 
-#endif
+// ---- unpacking. Whatever its plane, a field of column 4 i + k comes to bit 4 k (+ 2 or 4) with one shift.
+
+uint nibbles_of(uvec2 q, uint i) { return (i < 2u ? q.x : q.y) >> (i % 2u * 16u); }
+
+uint pairs_of(uint pairs, uint i) { return pairs >> (i / 2u * 16u + i % 2u * 2u); }
+
+uint bits_of(uint bits, uint i, uint to) { return (bits << to) >> i; }
+
+// Fields of up to 7 bits at bits 0, 4, 8, 12 as floats, less a small number. Instead of shifts and conversions, which GPUs
+// have few units for: ORed into the mantissa of 2^23, a field stands for 2^23 + field * 16^k, and one multiply-add takes
+// both away again. All of it is exact.
+vec4 fields(uvec4 masked, float less) {
+    return fma(
+        uintBitsToFloat(masked | 0x4B000000u),
+        vec4(1.0, 1.0 / 16.0, 1.0 / 256.0, 1.0 / 4096.0),
+        vec4(-8388608.0 - less, -524288.0 - less, -32768.0 - less, -2048.0 - less));
+}
+
+const uvec4 AT = uvec4(1u, 16u, 256u, 4096u);
 
 #if defined(W_IQ4_NL) || defined(W_IQ4_XS)
-const float VALUES[16] = float[](
-    -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0);
+const uvec4 VALUES = uvec4(0xBFAD9881u, 0xF6EADDCFu, 0x26190D01u, 0x71594535u);  // of each 4 nibbles, as signed bytes
 #elif defined(W_MXFP4)
-const float VALUES[16] = float[](0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0);
+const uvec4 VALUES = uvec4(0x03020100u, 0x0C080604u, 0xFDFEFF00u, 0xF4F8FAFCu);
 #endif
 
 vec4 unpack(Chunk c, uint i) {
 #if defined(W_Q4_0)
-    return vec4(nibbles(c.q, i)) - 8.0;
+    return fields(nibbles_of(c.q, i) & 15u * AT, 8.0);
 #elif defined(W_Q4_1) || defined(W_Q4_K)
-    return vec4(nibbles(c.q, i));
+    return fields(nibbles_of(c.q, i) & 15u * AT, 0.0);
 #elif defined(W_Q5_0)
-    return vec4(nibbles(c.q, i) | bits(c.h, i) << 4) - 16.0;
+    return fields((nibbles_of(c.q, i) & 15u * AT) | (bits_of(c.bits, i, 4u) & 16u * AT), 16.0);
 #elif defined(W_Q5_1) || defined(W_Q5_K)
-    return vec4(nibbles(c.q, i) | bits(c.h, i) << 4);
+    return fields((nibbles_of(c.q, i) & 15u * AT) | (bits_of(c.bits, i, 4u) & 16u * AT), 0.0);
 #elif defined(W_Q6_K)
-    return vec4(nibbles(c.q, i) | pairs(c.h, i) << 4) - 32.0;
+    uint high = i < 2u ? c.pairs << (4u - 2u * i) : c.pairs >> (8u + 2u * i);  // pairs_of(c.pairs, i) << 4
+    return fields((nibbles_of(c.q, i) & 15u * AT) | (high & 48u * AT), 32.0);
 #elif defined(W_Q2_K)
-    return vec4(pairs(c.q.x, i));
+    return fields(pairs_of(c.pairs, i) & 3u * AT, 0.0);
 #elif defined(W_Q3_K)
-    return vec4(pairs(c.q.x, i) | bits(c.h, i) << 2) - 4.0;
+    return fields((pairs_of(c.pairs, i) & 3u * AT) | (bits_of(c.bits, i, 2u) & 4u * AT), 4.0);
 #else
-    uvec4 n = nibbles(c.q, i);
-    return vec4(VALUES[n.x], VALUES[n.y], VALUES[n.z], VALUES[n.w]);
+    uvec4 n = uvec4(nibbles_of(c.q, i)) >> uvec4(0u, 4u, 8u, 12u);
+    // Two bits pick the word, two the byte. An array indexed by lanes that differ would be read lane by lane.
+    uvec4 low = mix(uvec4(VALUES.x), uvec4(VALUES.y), notEqual(n & 4u, uvec4(0u)));
+    uvec4 high = mix(uvec4(VALUES.z), uvec4(VALUES.w), notEqual(n & 4u, uvec4(0u)));
+    uvec4 words = mix(low, high, notEqual(n & 8u, uvec4(0u)));
+    return vec4(ivec4(words << (24u - (n & 3u) * 8u)) >> 24);
 #endif
 }

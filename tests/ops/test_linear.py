@@ -91,6 +91,8 @@ SETUPS = [
     Setup(512, (300,), "q8_0", "norm", "swiglu"),
     Setup(256, (40,), "bf16", "groups", "residual"),
     Setup(96, (4100,), "f16"),
+    Setup(768, (50,), "q4_k", "norm", "swiglu"),
+    Setup(512, (34,), "q6_k", "groups", "residual"),
     Setup(16, (1,), "f32", "norm", "residual"),
 ]
 

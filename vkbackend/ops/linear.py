@@ -328,6 +328,8 @@ def _cases() -> list[Case]:
     out = [case(n, 128, [70], [fmt]) for n in (1, 3, 16, 17, 33) for fmt in plain]
     out += [case(n, 512, [70], [fmt]) for n in (2, 40) for fmt in FORMATS[4:]]
     out += [case(1, 256, [34], [fmt], "norm", "swiglu") for fmt in ("q4_k", "q6_k", "q4_0")]
+    out += [case(16, 768, [30, 9], ["q4_k", "q6_k"], "groups", "residual"), case(17, 160, [34], ["q5_1"], "", "swiglu")]
+    out += [case(3, 96, [33, 20], ["q4_1", "q5_0"], "norm", "residual"), case(1, 4096, [66], ["q4_k"])]
     out += [case(n, 256, [64, 6], ["q8_0", "f32"], "norm") for n in (1, 2, 4, 7, 16, 40)]
     out += [case(n, 512, [96], [fmt], "norm", "swiglu") for n in (1, 5, 70) for fmt in plain]
     out += [case(n, 96, [33, 130], ["f16", "q8_0"], "groups", "residual", pad=4) for n in (1, 16, 100)]
