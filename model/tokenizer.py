@@ -22,7 +22,7 @@ _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[LETTERS]+|\p{N}| ?[^\sLETTERS\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_PATTERNS = {"qwen2": _SPLIT.replace("LETTERS", r"\p{L}"), "qwen35": _SPLIT.replace("LETTERS", r"\p{L}\p{M}")}
+PATTERNS = {"qwen2": _SPLIT.replace("LETTERS", r"\p{L}"), "qwen35": _SPLIT.replace("LETTERS", r"\p{L}\p{M}")}
 _CONTROL, _USER_DEFINED = 3, 4
 _END_NAMES = ("<|endoftext|>", "<|im_end|>")
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -66,7 +66,7 @@ class Tokenizer:
             model = BPE(vocab, pairs, fuse_unk=False, byte_fallback=False)
         except Exception as error:  # the library's own kind, which names one token
             raise ModelError(_bad_merge(merges, vocab) or f"tokenizer.ggml.merges: {error}") from error
-        steps = Steps([Split(Regex(_PATTERNS[pre]), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
+        steps = Steps([Split(Regex(PATTERNS[pre]), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
         added = [AddedToken(t, normalized=False, special=types[i] == _CONTROL) for i, t in atomic.items()]
         # Both share the vocabulary, which is by far the largest part.
         self._backend: Any = Backend(model)
@@ -85,8 +85,8 @@ class Tokenizer:
         if meta.get("model", str) != "gpt2":
             raise meta.error("model", "supported is 'gpt2' (byte-level BPE)")
         pre = meta.get("pre", str, "qwen2")
-        if pre not in _PATTERNS:
-            raise meta.error("pre", f"supported are {', '.join(_PATTERNS)}")
+        if pre not in PATTERNS:
+            raise meta.error("pre", f"supported are {', '.join(PATTERNS)}")
         tokens = meta.get("tokens", list)
         types = meta.get("token_type", np.ndarray, np.ones(len(tokens), np.int32)).tolist()
         if len(types) != len(tokens):

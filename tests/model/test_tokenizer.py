@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from vkbackend.cli.common import demo_model
 from vkbackend.errors import ContextError, ModelError
 from vkbackend.model.gguf import GGUFFile, open_gguf
-from vkbackend.model.tokenizer import _BYTE_OF, _PATTERNS, StreamDecoder, Tokenizer
+from vkbackend.model.tokenizer import _BYTE_OF, PATTERNS, StreamDecoder, Tokenizer
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
@@ -85,7 +85,7 @@ def test_every_text_comes_back(text: str, parse_special: bool) -> None:
 
 def test_the_split_patterns_are_the_published_ones() -> None:
     published = json.loads(fixture("hf/dense/tokenizer.json").read_text())
-    assert published["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] == _PATTERNS["qwen35"]
+    assert published["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] == PATTERNS["qwen35"]
 
 
 def test_marks_belong_to_words_in_qwen35_only() -> None:

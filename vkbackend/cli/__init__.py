@@ -52,7 +52,7 @@ def one_line(error: BaseException) -> str:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line; every sub-command sets `run`."""
     from vkbackend import __version__
-    from vkbackend.cli import bench, check_ops, devices, generate, inspect
+    from vkbackend.cli import bench, check_ops, convert, devices, generate, inspect
 
     parser = argparse.ArgumentParser(
         prog="vkbackend",
@@ -61,6 +61,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"vkbackend {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (generate, devices, inspect, check_ops, bench):
+    for module in (generate, devices, inspect, check_ops, bench, convert):
         module.add(commands)
     return parser

@@ -125,12 +125,16 @@ def demo_model() -> Path:
 
 
 class Progress:
-    """A line on stderr that counts up while weights are loaded."""
+    """A line on stderr that counts up while weights are loaded, or what `doing` says is done with them."""
+
+    def __init__(self, doing: str = "loading") -> None:
+        self.doing = doing
 
     def __call__(self, done: int, total: int) -> None:
         share = done / total if total else 1.0
         end = "\r\033[K" if done >= total else ""
-        print(f"\rloading {done >> 20} of {total >> 20} MiB ({share:.0%}){end}", end="", file=sys.stderr, flush=True)
+        line = f"\r{self.doing} {done >> 20} of {total >> 20} MiB ({share:.0%})"
+        print(line + end, end="", file=sys.stderr, flush=True)
 
 
 def print_json(value: object) -> None:
