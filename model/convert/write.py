@@ -178,7 +178,8 @@ def _encode(rows: NDArray[np.float32], kind: Any, name: str) -> NDArray[Any]:
     if not largest <= limit:
         raise ModelError(f"tensor '{name}' holds {largest:g}; {kind.name} holds up to {limit:g}" + (
             ": take bf16" if limit < largest < float("inf") else ""))  # fmt: skip
-    encoded: NDArray[Any] = np.ascontiguousarray(gguf.quantize(rows, kind))
+    # As one long row: gguf-py goes through sixteen rows at a time, however short they are.
+    encoded: NDArray[Any] = np.ascontiguousarray(gguf.quantize(rows.reshape(1, -1), kind))
     return encoded
 
 
