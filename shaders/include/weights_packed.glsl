@@ -6,15 +6,25 @@ layout(binding = 0) readonly buffer WeightPairs { uvec2 w_pairs[]; };
 #if defined(W_Q4_1) || defined(W_Q5_1) || defined(W_Q4_K) || defined(W_Q5_K) || defined(W_Q2_K)
 #define HAS_OFFSET
 #endif
-
-struct Chunk {
 #if !defined(W_Q2_K) && !defined(W_Q3_K)
-    uvec2 q;  // 16 columns of 4 bits
+#define HAS_NIBBLES
 #endif
 #if defined(W_Q2_K) || defined(W_Q3_K) || defined(W_Q6_K)
-    uint pairs;  // 16 columns of 2 bits
+#define HAS_PAIRS
 #endif
 #if defined(W_Q5_0) || defined(W_Q5_1) || defined(W_Q5_K) || defined(W_Q3_K)
+#define HAS_BITS
+#endif
+#define HALVES 2u
+
+struct Chunk {
+#ifdef HAS_NIBBLES
+    uvec2 q;  // 16 columns of 4 bits
+#endif
+#ifdef HAS_PAIRS
+    uint pairs;  // 16 columns of 2 bits
+#endif
+#ifdef HAS_BITS
     uint bits;  // 16 columns of 1 bit in the low half
 #endif
     float factor;
@@ -23,77 +33,95 @@ struct Chunk {
 #endif
 };
 
-// ---- loads. Rows of planes of quants are padded to 16 bytes; a row has a multiple of 32 columns.
+// ---- loads. Rows of planes of quants are padded to 16 bytes; a row has a multiple of 32 columns, a piece is 32 of them.
 
-uvec2 load_nibbles(uint plane, uint n_in, uint row, uint chunk) { return w_pairs[plane / 2u + row * (n_in / 16u) + chunk]; }
-
-// For formats with blocks of 256 columns: their rows need no padding.
-uint load_pairs(uint plane, uint n_in, uint row, uint chunk) { return w_words[plane + row * (n_in / 16u) + chunk]; }
-
-uint load_bits(uint plane, uint n_in, uint row, uint chunk) {
-    uint pitch = (n_in / 32u + 3u) & ~3u;
-    return w_words[plane + row * pitch + chunk / 2u] >> (chunk % 2u * 16u);  // what is above 16 bits is masked later
-}
-
-float load_half(uint plane, uint n_in, uint row, uint chunk) {  // one f16 for each 32 columns
-    return f16_at(plane, row * ((n_in / 32u + 1u) & ~1u) + chunk / 2u);
-}
-
-vec2 load_halves(uint plane, uint n_in, uint row, uint chunk) {  // two f16 for each 32 columns
-    return unpackHalf2x16(w_words[plane + row * (n_in / 32u) + chunk / 2u]);
-}
-
-// The first word of a K-scales record: 4 words of small numbers and one of d and dmin for each 256 columns.
-uint k_record(uint plane, uint n_in, uint row, uint chunk) { return plane + (row * (n_in / 256u) + chunk / 16u) * 5u; }
-
-int signed_byte(uint first_word, uint i) {
-    return bitfieldExtract(int(w_words[first_word + i / 4u]), int(i % 4u * 8u), 8);
-}
-
-Chunk load_chunk(uvec3 planes, uint n_in, uint row, uint chunk) {
-    Chunk c;
-#if !defined(W_Q2_K) && !defined(W_Q3_K)
-    c.q = load_nibbles(planes.x, n_in, row, chunk);
-#else
-    c.pairs = load_pairs(planes.x, n_in, row, chunk);
-#endif
-#if defined(W_Q5_0) || defined(W_Q5_1) || defined(W_Q5_K) || defined(W_Q3_K)
-    c.bits = load_bits(planes.y, n_in, row, chunk);
-    uint scales = planes.z;
-#elif defined(W_Q6_K)
-    c.pairs = load_pairs(planes.y, n_in, row, chunk);
+// Scale and offset of the two halves of a piece.
+void load_scales(uvec3 planes, uint n_in, uint row, uint piece, out vec2 factor, out vec2 offset) {
+#if defined(HAS_BITS) || defined(W_Q6_K)
     uint scales = planes.z;
 #else
     uint scales = planes.y;
 #endif
+    offset = vec2(0.0);
 #if defined(W_Q4_0) || defined(W_Q5_0) || defined(W_IQ4_NL)
-    c.factor = load_half(scales, n_in, row, chunk);
+    factor = vec2(f16_at(scales, row * ((n_in / 32u + 1u) & ~1u) + piece));
 #elif defined(W_Q4_1) || defined(W_Q5_1)
-    vec2 d = load_halves(scales, n_in, row, chunk);
-    c.factor = d.x;
-    c.offset = -d.y;
-#elif defined(W_Q4_K) || defined(W_Q5_K)
-    uint record = k_record(scales, n_in, row, chunk);
-    uint small = w_words[record + chunk % 16u / 4u] >> (chunk / 2u % 2u * 16u);
-    vec2 d = unpackHalf2x16(w_words[record + 4u]);
-    c.factor = d.x * float(small & 0xFFu);
-    c.offset = d.y * float((small >> 8) & 0xFFu);
-#elif defined(W_Q2_K)
-    uint record = k_record(scales, n_in, row, chunk);
-    uint small = w_words[record + chunk % 16u / 4u] >> (chunk % 4u * 8u);
-    vec2 d = unpackHalf2x16(w_words[record + 4u]);
-    c.factor = d.x * float(small & 15u);
-    c.offset = d.y * float((small >> 4) & 15u);
-#elif defined(W_Q6_K) || defined(W_Q3_K)
-    uint record = k_record(scales, n_in, row, chunk);
-    c.factor = unpackHalf2x16(w_words[record + 4u]).x * float(signed_byte(record, chunk % 16u));
-#elif defined(W_IQ4_XS)
-    uint record = scales + (row * (n_in / 256u) + chunk / 16u) * 3u;
-    c.factor = unpackHalf2x16(w_words[record + 2u]).x * float(signed_byte(record, chunk % 16u / 2u));
+    vec2 d = unpackHalf2x16(w_words[scales + row * (n_in / 32u) + piece]);
+    factor = vec2(d.x);
+    offset = vec2(-d.y);
 #elif defined(W_MXFP4)
-    uint block = chunk / 2u;
-    uint e = (w_words[scales + row * ((n_in / 32u + 3u) / 4u) + block / 4u] >> (block % 4u * 8u)) & 0xFFu;
-    c.factor = uintBitsToFloat(e < 2u ? 0x00200000u << e : (e - 1u) << 23);
+    uint e = (w_words[scales + row * ((n_in / 32u + 3u) / 4u) + piece / 4u] >> (piece % 4u * 8u)) & 0xFFu;
+    factor = vec2(uintBitsToFloat(e < 2u ? 0x00200000u << e : (e - 1u) << 23));
+#elif defined(W_IQ4_XS)
+    uint record = scales + (row * (n_in / 256u) + piece / 8u) * 3u;
+    int small = bitfieldExtract(int(w_words[record + piece % 8u / 4u]), int(piece % 4u * 8u), 8);
+    factor = vec2(unpackHalf2x16(w_words[record + 2u]).x * float(small));
+#else
+    // A K-scales record: 4 words of small numbers, 16 bits a piece, and one of d and dmin for each 256 columns.
+    uint record = scales + (row * (n_in / 256u) + piece / 8u) * 5u;
+    uint small = w_words[record + piece % 8u / 2u] >> (piece % 2u * 16u);
+    vec2 d = unpackHalf2x16(w_words[record + 4u]);
+#if defined(W_Q4_K) || defined(W_Q5_K)
+    factor = vec2(d.x * byte_float(small & 0xFFu, 0.0));
+    offset = vec2(d.y * byte_float((small >> 8) & 0xFFu, 0.0));
+#elif defined(W_Q2_K)
+    factor = d.x * vec2(small & 15u, (small >> 8) & 15u);
+    offset = d.y * vec2((small >> 4) & 15u, (small >> 12) & 15u);
+#else
+    small ^= 0x8080u;
+    factor = d.x * vec2(byte_float(small & 0xFFu, 128.0), byte_float((small >> 8) & 0xFFu, 128.0));
+#endif
+#endif
+}
+
+void load_piece(uvec3 planes, uint n_in, uint row, uint piece, out Chunk halves[2]) {
+    vec2 factor, offset;
+    load_scales(planes, n_in, row, piece, factor, offset);
+#ifdef HAS_NIBBLES
+    uvec4 q = w_quads[planes.x / 4u + row * (n_in / 32u) + piece];
+    halves[0].q = q.xy;
+    halves[1].q = q.zw;
+#endif
+#ifdef HAS_PAIRS  // only formats with blocks of 256 columns: their rows need no padding
+#ifdef HAS_NIBBLES
+    uint plane = planes.y;
+#else
+    uint plane = planes.x;
+#endif
+    uvec2 pairs = w_pairs[plane / 2u + row * (n_in / 32u) + piece];
+    halves[0].pairs = pairs.x;
+    halves[1].pairs = pairs.y;
+#endif
+#ifdef HAS_BITS
+    uint bits = w_words[planes.y + row * ((n_in / 32u + 3u) & ~3u) + piece];
+    halves[0].bits = bits;  // what is above 16 bits is masked later
+    halves[1].bits = bits >> 16;
+#endif
+    [[unroll]] for (uint h = 0u; h < 2u; ++h) {
+        halves[h].factor = factor[h];
+#ifdef HAS_OFFSET
+        halves[h].offset = offset[h];
+#endif
+    }
+}
+
+Chunk load_chunk(uvec3 planes, uint n_in, uint row, uint chunk) {
+    Chunk halves[2];
+    load_piece(planes, n_in, row, chunk / 2u, halves);
+    bool second = chunk % 2u == 1u;
+    Chunk c = halves[0];
+#ifdef HAS_NIBBLES
+    c.q = second ? halves[1].q : c.q;
+#endif
+#ifdef HAS_PAIRS
+    c.pairs = second ? halves[1].pairs : c.pairs;
+#endif
+#ifdef HAS_BITS
+    c.bits = second ? halves[1].bits : c.bits;
+#endif
+    c.factor = second ? halves[1].factor : c.factor;
+#ifdef HAS_OFFSET
+    c.offset = second ? halves[1].offset : c.offset;
 #endif
     return c;
 }
@@ -106,9 +134,8 @@ uint pairs_of(uint pairs, uint i) { return pairs >> (i / 2u * 16u + i % 2u * 2u)
 
 uint bits_of(uint bits, uint i, uint to) { return (bits << to) >> i; }
 
-// Fields of up to 7 bits at bits 0, 4, 8, 12 as floats, less a small number. Instead of shifts and conversions, which GPUs
-// have few units for: ORed into the mantissa of 2^23, a field stands for 2^23 + field * 16^k, and one multiply-add takes
-// both away again. All of it is exact.
+// Fields of up to 7 bits at bits 0, 4, 8, 12 as floats, less a small number, like byte_float: in the mantissa of 2^23 a field
+// stands for 2^23 + field * 16^k, and one multiply-add takes both away again, exactly.
 vec4 fields(uvec4 masked, float less) {
     return fma(
         uintBitsToFloat(masked | 0x4B000000u),

@@ -35,9 +35,17 @@ from vkbackend.packing import plane_starts
 
 MAX_ROWS = 16  # of x, for the batch-invariant kernel
 SCALE_GROUPS = Kernel("scale_groups", 128)
-LANES, TEAMS = 8, 16  # of a workgroup of linear_rows (include/lanes.glsl)
-ENOUGH_TEAMS = 24576  # below this many teams, several share a row so that the device is filled
-LARGE, MEDIUM = 32768, 4096  # weight rows; these three from a sweep on an H200, see docs/performance.md
+ROWS_LANES = 128  # invocations in a workgroup of linear_rows
+LANES, TEAMS = 8, ROWS_LANES // 8  # of these (include/lanes.glsl)
+PIECE = {
+    False: 16,
+    True: 32,
+}  # columns a lane takes at a time: of floats, of formats with blocks (weights.glsl: HALVES)
+TILE_BYTES = 16384  # of shared memory for x
+# From sweeps on an H200, see docs/performance.md:
+ENOUGH_TEAMS = 14000  # below this many teams, several share a row so that the device is filled
+LARGE = 32768  # weight rows
+WORTH_SHARING = 16  # rows of a workgroup from which on x is prepared in shared memory
 TILED_LANES = 64  # invocations in a workgroup of linear_tiled
 ENOUGH_TILES = 256  # workgroups of linear_blocks below which tiles are cut smaller
 FORMATS = (
@@ -220,30 +228,39 @@ def _rows(
     push += [1, 0] if of.squares is None else [n_in // of.squares.shape[1], of.squares.shape[2]]
     if attrs.swiglu:
         defines.append("SWIGLU")
-    kernel = Kernel("linear_rows", 128, tuple(defines))
-    n_r, split, ahead = _shape_of_work(n_out, n_in, x.shape[0], limits)
+    kernel = Kernel("linear_rows", ROWS_LANES, tuple(defines))
+    wide = w.dtype not in ("f32", "f16", "bf16")
+    n_r, split, ahead, tile = _shape_of_work(n_out, n_in, x.shape[0], wide, limits)
     groups = spread(-(-n_out * split // (TEAMS * n_r)), limits.max_groups[0])
-    return Dispatch(kernel, tuple(binds), tuple(push), groups, spec=(x.shape[0], n_r, split, ahead))
+    return Dispatch(kernel, tuple(binds), tuple(push), groups, spec=(x.shape[0], n_r, split, ahead, tile))
 
 
-def _shape_of_work(n_out: int, n_in: int, n_tokens: int, limits: Limits) -> tuple[int, int, int]:
-    """(weight rows a team takes, teams that share them, chunks loaded ahead).
+def _shape_of_work(n_out: int, n_in: int, n_tokens: int, wide: bool, limits: Limits) -> tuple[int, int, int, int]:
+    """(weight rows a team takes, teams that share them, pieces loaded ahead, columns of x in shared memory or 0).
 
     `split` sets the order of the sums, so it depends on the matrix only, never on the number of tokens.
     """
     if limits.subgroup_size <= 8:  # CPU drivers: there is nothing to fill, sharing the loads of x is what counts
-        return 4 if n_tokens <= 4 else 2, 1, 1
-    chunks_per_lane = -(-n_in // (16 * LANES))
+        return 4 if n_tokens <= 4 else 2, 1, 1, 0
+    pieces_per_lane = -(-n_in // (PIECE[wide] * LANES))
     split = 1
-    while n_out * split < ENOUGH_TEAMS and split < TEAMS and chunks_per_lane > split:
+    while n_out * split < ENOUGH_TEAMS and split < TEAMS and pieces_per_lane > split:
         split *= 2
-    n_r = 8 if n_out >= LARGE else 4 if n_out >= MEDIUM else 2
-    if n_tokens > 2 and n_out < LARGE:
-        n_r *= 2
+    n_r = 8 if split == 8 and pieces_per_lane > 8 else 2 if split <= 2 and pieces_per_lane <= 2 * split else 4
+    if n_tokens > 2:
+        n_r = 8 if split > 2 or n_out >= LARGE else 4
     while n_r * n_tokens > 32:  # sums held in registers
         n_r //= 2
-    ahead = 2 if split * 2 <= chunks_per_lane and n_tokens * n_r <= 8 else 1
-    return n_r, split, ahead
+    ahead = 2 if n_tokens == 1 and 4 * split <= pieces_per_lane else 1
+    shared = n_r * TEAMS // split >= WORTH_SHARING
+    return n_r, split, ahead, _tile(n_in, n_tokens, PIECE[wide] * LANES * split) if shared else 0
+
+
+def _tile(n_in: int, n_tokens: int, step: int) -> int:
+    """Columns of x that a workgroup keeps in shared memory at a time, a multiple of `step` and of 512; 0 for none."""
+    step = max(step, 4 * ROWS_LANES)
+    most = TILE_BYTES // (4 * n_tokens) // step * step
+    return min(most, -(-n_in // step) * step)
 
 
 def _tiled(attrs: Attrs, x: Tensor, w: Tensor, y: Tensor, residual: Tensor | None, limits: Limits) -> Dispatch:
@@ -294,7 +311,7 @@ def _kernels() -> list[Kernel]:
             out.append(Kernel("linear_tiled", TILED_LANES, (f"W_{fmt.upper()}", *after)))
             out.append(Kernel("linear_blocks", 128, (f"W_{fmt.upper()}", *after)))
             for before in ((), ("NORM",), ("GROUPS",)):
-                out.append(Kernel("linear_rows", 128, (f"W_{fmt.upper()}", *before, *after)))
+                out.append(Kernel("linear_rows", ROWS_LANES, (f"W_{fmt.upper()}", *before, *after)))
     return out
 
 
