@@ -21,7 +21,7 @@ from vkbackend.model.weights import WeightLoader
 
 log = logging.getLogger("vkbackend")
 
-ARCHS = ("qwen35",)
+ARCHS = ("qwen35", "qwen35moe")
 
 
 class Model:

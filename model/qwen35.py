@@ -14,6 +14,7 @@ from vkbackend.graph import Graph, Tensor
 from vkbackend.model.gguf import GGUFFile
 from vkbackend.model.hparams import HParams
 from vkbackend.model.memory import KVCache, Memory, RecurrentRing
+from vkbackend.model.moe import MoeFfnKeys, moe_feed_forward, request_moe
 from vkbackend.model.weights import Matrix, WeightLoader
 from vkbackend.ops.argmax import argmax
 from vkbackend.ops.attention import attention
@@ -86,7 +87,7 @@ class BlockKeys:
     attn_norm: str
     mixer: RecurrentKeys | AttentionKeys
     ffn_norm: str
-    ffn: DenseFfnKeys
+    ffn: DenseFfnKeys | MoeFfnKeys
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,14 @@ def request_block(loader: WeightLoader, file: GGUFFile, hp: HParams, i: int) -> 
         attn_norm=loader.vector(file, b + "attn_norm.weight", (hp.n_embd,)),
         mixer=mixer,
         ffn_norm=loader.vector(file, b + "post_attention_norm.weight", (hp.n_embd,)),
-        ffn=DenseFfnKeys(
-            gate_up=loader.matrix(file, (b + "ffn_gate.weight", b + "ffn_up.weight"), interleave=True),
-            down=loader.matrix(file, (b + "ffn_down.weight",)),
-        ),
+        ffn=request_moe(loader, file, hp, b) if hp.n_expert else _request_dense(loader, file, b),
+    )
+
+
+def _request_dense(loader: WeightLoader, file: GGUFFile, b: str) -> DenseFfnKeys:
+    return DenseFfnKeys(
+        gate_up=loader.matrix(file, (b + "ffn_gate.weight", b + "ffn_up.weight"), interleave=True),
+        down=loader.matrix(file, (b + "ffn_down.weight",)),
     )
 
 
@@ -247,7 +252,9 @@ def attention_mixer(
 
 
 def feed_forward(g: Graph, hp: HParams, loader: WeightLoader, block: BlockKeys, x: Tensor) -> Tensor:
-    """x + SwiGLU of rms(x). x [n_rows, n_embd]."""
+    """x + SwiGLU, dense or of experts, of rms(x). x [n_rows, n_embd]."""
+    if isinstance(block.ffn, MoeFfnKeys):
+        return moe_feed_forward(g, hp, loader, block.ffn_norm, block.ffn, x)
     norm = loader.tensor(block.ffn_norm, hp.n_embd)
     keys = block.ffn.gate_up
     inner = linear(g, x, loader.parts(keys), norm=norm, eps=hp.rms_eps, swiglu=keys.interleave)

@@ -33,18 +33,27 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Matrix:
-    """One product's weight: tensors [rows_i, cols] of the file stacked along rows, or interleaved row by row."""
+    """One product's weight: tensors [rows_i, cols] of the file stacked along rows, or interleaved.
+
+    Experts [n_expert, unit, cols] are n_expert * unit rows; `unit` rows stay together, in turns and in parts.
+    """
 
     path: str
     sources: tuple[str, ...]
     interleave: bool = False
+    unit: int = 1
+
+    @property
+    def together(self) -> int:
+        """Rows that are never cut apart: one turn of interleaved tensors, one expert."""
+        return self.unit * len(self.sources) if self.interleave else self.unit
 
 
 @dataclass
 class _Part:
     """A run of rows that lies in one arena under one format; `key` names the matrix it belongs to."""
 
-    key: object
+    key: Matrix | str
     infos: tuple[TensorInfo, ...]
     file: GGUFFile
     dtype: str
@@ -70,25 +79,28 @@ class WeightLoader:
     _tensors: dict[object, list[Tensor]] = field(default_factory=dict)
     _constants: dict[str, Tensor] = field(default_factory=dict)
 
-    def matrix(self, file: GGUFFile, sources: Sequence[str], interleave: bool = False) -> Matrix:
-        """Asks for the stack of the named tensors. All need the same number of columns.
+    def matrix(self, file: GGUFFile, sources: Sequence[str], interleave: bool = False, unit: int = 1) -> Matrix:
+        """Asks for the stack of the named tensors. All need the same number of columns; a vector is one row.
 
         Neighbours of one quantisation become one part, each change of it starts another; a part larger than the
         device can bind is split by rows. Interleaved tensors need one shape; where their quantisations differ they are
-        stacked instead: `interleave` of the returned key tells which.
+        stacked instead: `interleave` of the returned key tells which. unit: rows of one expert in tensors
+        [n_expert, unit, cols]; no part ends inside an expert, and interleaved tensors give one expert in turn.
         """
         infos = [self._info(file, name) for name in sources]
         cols = infos[0].shape[-1]
         for info in infos:
-            if len(info.shape) != 2 or info.shape[1] != cols:
+            fits = len(info.shape) <= 2 if unit == 1 else len(info.shape) == 3 and info.shape[1] == unit
+            if not fits or info.shape[-1] != cols:
+                need = f"[rows, {cols}]" if unit == 1 else f"[n_expert, {unit}, {cols}]"
                 raise ModelError(
-                    f"{file.path}: tensor '{info.name}' has shape {info.shape}; [rows, {cols}] is needed to match "
+                    f"{file.path}: tensor '{info.name}' has shape {info.shape}; {need} is needed to match "
                     f"'{infos[0].name}'"
                 )
         if interleave and len({i.shape for i in infos}) != 1:
             shapes = " and ".join(str(i.shape) for i in infos)
             raise ModelError(f"{file.path}: {', '.join(sources)} have shapes {shapes}; they must be alike")
-        key = Matrix(str(file.path), tuple(sources), interleave and len({i.type for i in infos}) == 1)
+        key = Matrix(str(file.path), tuple(sources), interleave and len({i.type for i in infos}) == 1, unit)
         if any(p.key == key for p in self._parts):
             return key
         if key.interleave:
@@ -101,7 +113,7 @@ class WeightLoader:
                 else:
                     groups.append([info])
         for group in groups:
-            self._add(key, file, group, sum(i.shape[0] for i in group), cols)
+            self._add(key, file, group, sum(math.prod(i.shape[:-1]) for i in group), cols)
         return key
 
     def vector(self, file: GGUFFile, name: str, shape: tuple[int, ...] | None = None) -> str:
@@ -140,7 +152,7 @@ class WeightLoader:
             )
         words_per_row = _Part(key, tuple(infos), file, dtype, 1, cols, 0).n_words()
         most = max(1, self._arena_words() // words_per_row)
-        most -= most % 2 if most > 1 else 0  # an interleaved pair of rows stays together
+        most = most // key.together * key.together or most
         for first in range(0, rows, most):
             self._parts.append(_Part(key, tuple(infos), file, dtype, min(most, rows - first), cols, first))
 
@@ -217,17 +229,19 @@ def _raw_chunks(part: _Part) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """(row within the part, raw block bytes [n, row_bytes]) covering the part's rows in order."""
     sources = [part.file.tensor_bytes(i.name) for i in part.infos]
     row_bytes = part.infos[0].nbytes // max(1, math.prod(part.infos[0].shape) // part.cols)
-    step = max(2, CHUNK_BYTES // row_bytes // 2 * 2)
     matrices: list[Array] = [s.reshape(-1, row_bytes) for s in sources]
-    interleaved = isinstance(part.key, Matrix) and part.key.interleave
+    turns = part.key if isinstance(part.key, Matrix) and part.key.interleave else None
+    together = turns.together if turns else 1
+    step = max(together, CHUNK_BYTES // row_bytes // together * together)
     for first in range(0, part.rows, step):
         n = min(step, part.rows - first)
         at = part.first_row + first
-        if interleaved:
+        if turns:
             k = len(matrices)
             raw = np.empty((n, row_bytes), np.uint8)
+            by_turn = raw.reshape(-1, k, turns.unit, row_bytes)
             for i, m in enumerate(matrices):
-                raw[i::k] = m[at // k : at // k + n // k]
+                by_turn[:, i] = m[at // k : at // k + n // k].reshape(-1, turns.unit, row_bytes)
         else:
             raw = _stacked(matrices, at, n)
         yield first, raw

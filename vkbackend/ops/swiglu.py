@@ -33,10 +33,15 @@ def _reference(node: Node, inputs: Sequence[Array], outputs: Sequence[Array]) ->
 
 def _lower(node: Node, limits: Limits) -> Lowering:
     (gate, up), (y,) = node.inputs, node.outputs
+    return [[swiglu_dispatch(gate, up, y, limits)]]
+
+
+def swiglu_dispatch(gate: Tensor, up: Tensor, y: Tensor, limits: Limits) -> Dispatch:
+    """The dispatch that fills y [n_rows, n]: also a stage of other ops."""
     n_rows, n = gate.shape
     push = (At(gate), gate.strides[0], At(up), up.strides[0], At(y), n, n_rows * n)
     binds = (Bind(gate, "r"), Bind(up, "r"), Bind(y, "w"))
-    return [[Dispatch(KERNEL, binds, push, spread(-(-n_rows * n // KERNEL.local_size), limits.max_groups[0]))]]
+    return Dispatch(KERNEL, binds, push, spread(-(-n_rows * n // KERNEL.local_size), limits.max_groups[0]))
 
 
 def _cases() -> list[Case]:
