@@ -28,7 +28,10 @@ void main() {
     if (WORKGROUP_INDEX * LOCAL_SIZE >= N_EXPERT) { return; }
     for (uint e = me; e < N_EXPERT; e += LOCAL_SIZE) { counts[e] = 0u; }
     barrier();
-    for (uint p = me; p < push.n_pairs; p += LOCAL_SIZE) { atomicAdd(counts[experts[push.experts_at + p]], 1u); }
+    for (uint p = me; p < push.n_pairs; p += LOCAL_SIZE) {
+        uint expert = experts[push.experts_at + p];
+        if (expert < N_EXPERT) { atomicAdd(counts[expert], 1u); }  // or a wrong number would write anywhere
+    }
     barrier();
 
     uint expert = WORKGROUP_INDEX * LOCAL_SIZE + me;

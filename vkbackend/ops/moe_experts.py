@@ -361,7 +361,10 @@ def _cases() -> list[Case]:
                 return [b.weight(b.normal(n * rows, cols, scale=cols**-0.5), fmt) for n in sizes]
 
             x = b.input(b.normal(n_rows, n_embd + pad)).narrow(1, pad, n_embd)
-            router = b.input(b.normal(n_rows, n_expert + 1))
+            logits = b.normal(n_rows, n_expert + 1)
+            for i in range(len(parts)):  # no part is left out
+                logits[0, sum(parts[:i])] += 10
+            router = b.input(logits)
             *above, below = fmts
             gate = experts(n_ff if len(above) == 2 else 2 * n_ff, n_embd, above[0])
             up = experts(n_ff, n_embd, above[1]) if len(above) == 2 else []
@@ -375,12 +378,15 @@ def _cases() -> list[Case]:
         what = f"{n_used} of {n_expert}x{n_ff} {','.join(fmts)}"
         return Case(f"n_rows={n_rows} n_embd={n_embd} {what} parts={parts or 1} pad={pad}", build)
 
-    out = [case(n, 128, 64, (3, 8), (fmt, fmt)) for n in (1, 3, 40) for fmt in FORMATS[:6]]
-    out += [case(n, 256, 256, (2, 4), (fmt, fmt)) for n in (2, 20) for fmt in FORMATS[6:]]
-    out += [case(n, 128, 96, (3, 5), ("q8_0", "f32", "q4_0"), parts=(2, 3), pad=4) for n in (2, 16, 17)]
-    out += [case(n, 160, 32, (4, 6), ("q5_1", "q8_0"), parts=(1, 4, 1)) for n in (1, 33)]
-    out += [case(1, 1024, 128, (8, 32), ("q4_k", "q8_0")), case(16, 96, 48, (1, 1)), case(70, 96, 80, (6, 200))]
-    return [*out, case(300, 64, 32, (5, 6)), case(150, 64, 64, (2, 3), ("q8_0", "q8_0"))]
+    out: list[Case] = []
+    pairs = list(zip(FORMATS[::2], FORMATS[1::2], strict=True))  # each format meets each kernel in one place
+    for k, (one, two) in enumerate(pairs):
+        n_embd, n_ff = (64, 96) if k < 4 else (256, 256)
+        out += [case(2, n_embd, n_ff, (3, 5), (one, two)), case(20, n_embd, n_ff, (3, 5), (two, one))]
+    out += [case(n, 64, 96, (3, 5), ("q8_0", "f32", "q4_0"), parts=(2, 3), pad=4) for n in (16, 17)]
+    out += [case(n, 160, 32, (3, 6), ("q5_1", "q8_0"), parts=(1, 4, 1)) for n in (1, 33)]
+    out += [case(1, 768, 64, (8, 16), ("q4_k", "q8_0")), case(16, 96, 48, (1, 1)), case(70, 96, 48, (6, 90))]
+    return [*out, case(200, 64, 32, (5, 6)), case(120, 64, 64, (2, 3), ("q8_0", "q8_0"))]
 
 
 OP = Op("moe_experts", _reference, _lower, _kernels, _cases)
