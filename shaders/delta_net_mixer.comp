@@ -10,7 +10,6 @@
 // position (docs/design.md).
 layout(constant_id = 0) const uint DK = 128u;
 layout(constant_id = 1) const uint TAPS = 4u;  // of the conv, at most MAX_TAPS
-const uint MAX_TAPS = 4u;
 const uint N_R = 2u, ROWS = TEAMS * N_R;
 const uint QUADS = DK / 4u, MINE = (QUADS + LANES - 1u) / LANES;
 
@@ -26,8 +25,8 @@ layout(push_constant) uniform Push {
     uint conv_w_at; uint dt_at; uint a_at; uint norm_at; uint step_at; uint step_row;
     uint conv_ring_at; uint n_columns; uint state_ring_at; uint n_slots;
     uint y_at; uint squares_at; uint n_tokens; uint n_seqs; uint n_k_heads; uint n_v_heads; uint dv; uint n_parts;
-    float eps; uint flags;
-} push;  // flags: 1 grouped v heads, 2 write the conv ring here
+    float eps; uint flags; uint first;
+} push;  // flags: 1 grouped v heads, 2 write the conv ring here; tokens before `first` are done already
 
 // Two of each, for even and odd tokens: one barrier per token is enough.
 shared float q_shared[2u * DK];
@@ -35,32 +34,7 @@ shared float k_shared[2u * DK];
 shared float v_shared[2u * ROWS];
 shared float square_shared[2u * ROWS];
 
-float silu(float x) { return x / (1.0 + exp(-x)); }
-
-// One channel of the conv: its taps' weights, and its last raw columns (newest last). Unused taps come first, as zeros.
-struct Tap { float weight[MAX_TAPS]; float past[MAX_TAPS]; };
-
-Tap load_tap(uint channel, uint slot, uint n_past, uint conv_dim) {
-    Tap tap;
-    [[unroll]] for (uint j = 0u; j < MAX_TAPS; ++j) {
-        uint back = MAX_TAPS - 1u - j;
-        tap.weight[j] = back < TAPS ? w[push.conv_w_at + channel * TAPS + (TAPS - 1u - back)] : 0.0;
-        tap.past[j] = 0.0;
-        if (back > 0u && back < TAPS && back <= n_past) {
-            uint column = (n_past - back) % push.n_columns;
-            tap.past[j] = conv_ring[push.conv_ring_at + (slot * push.n_columns + column) * conv_dim + channel];
-        }
-    }
-    return tap;
-}
-
-float convolve(inout Tap tap, float x) {
-    tap.past[MAX_TAPS - 1u] = x;
-    float sum = 0.0;
-    [[unroll]] for (uint j = 0u; j < MAX_TAPS; ++j) { sum = fma(tap.past[j], tap.weight[j], sum); }
-    [[unroll]] for (uint j = 0u; j + 1u < MAX_TAPS; ++j) { tap.past[j] = tap.past[j + 1u]; }
-    return silu(sum);
-}
+#include "conv_taps.glsl"
 
 // What one invocation reads of a token.
 struct Token { float q; float k; float v; float alpha; float beta; float z[N_R]; };
@@ -97,6 +71,7 @@ void main() {
     uint part = index % push.n_parts, head = index / push.n_parts % push.n_v_heads, s = index / push.n_parts / push.n_v_heads;
     if (s >= push.n_seqs) { return; }
     uint n_past = uint(step_values[push.step_at + s]), slot = uint(step_values[push.step_at + push.step_row + s]);
+    uint row0 = s * push.n_tokens;
     uint share = push.n_v_heads / push.n_k_heads;
     bool grouped = (push.flags & 1u) != 0u, writes_ring = (push.flags & 2u) != 0u;
     uint k_head = grouped ? head / share : head % push.n_k_heads;
@@ -108,15 +83,15 @@ void main() {
 
     Tap q_tap, k_tap, v_tap;
     if (has_k) {
-        q_tap = load_tap(q_channel, slot, n_past, conv_dim);
-        k_tap = load_tap(k_channel, slot, n_past, conv_dim);
+        q_tap = load_tap(q_channel, slot, n_past, row0, push.first, conv_dim);
+        k_tap = load_tap(k_channel, slot, n_past, row0, push.first, conv_dim);
     }
-    if (has_v) { v_tap = load_tap(v_channel, slot, n_past, conv_dim); }
+    if (has_v) { v_tap = load_tap(v_channel, slot, n_past, row0, push.first, conv_dim); }
 
     vec4 state[N_R][MINE];
     uint slot_quads = push.n_v_heads * push.dv * QUADS;
     uint ring = push.state_ring_at / 4u + slot * push.n_slots * slot_quads + head * push.dv * QUADS;
-    uint newest = ring + (n_past + push.n_slots - 1u) % push.n_slots * slot_quads;
+    uint newest = ring + (n_past + push.first + push.n_slots - 1u) % push.n_slots * slot_quads;
     float norm_w[N_R];
     [[unroll]] for (uint r = 0u; r < N_R; ++r) {
         uint row = part * ROWS + TEAM * N_R + r;
@@ -124,14 +99,16 @@ void main() {
         [[unroll]] for (uint i = 0u; i < MINE; ++i) {
             uint quad = LANE + i * LANES;
             state[r][i] = vec4(0.0);
-            if (n_past > 0u && row < push.dv && quad < QUADS) { state[r][i] = state_ring[newest + row * QUADS + quad]; }
+            if (n_past + push.first > 0u && row < push.dv && quad < QUADS) {
+                state[r][i] = state_ring[newest + row * QUADS + quad];
+            }
         }
     }
     float rate = w[push.a_at + head], bias = w[push.dt_at + head];
-    Token next = load_token(s * push.n_tokens, head, part, q_channel, k_channel, v_channel, has_k, has_v);
+    Token next = load_token(row0 + push.first, head, part, q_channel, k_channel, v_channel, has_k, has_v);
 
-    for (uint t = 0u; t < push.n_tokens; ++t) {
-        uint row = s * push.n_tokens + t, parity = t & 1u;
+    for (uint t = push.first; t < push.n_tokens; ++t) {
+        uint row = row0 + t, parity = t & 1u;
         Token now = next;
         uint position = n_past + t;
         bool keep_column = writes_ring && t + push.n_columns >= push.n_tokens;
@@ -149,13 +126,13 @@ void main() {
             if (keep_column) { conv_ring[column_at + v_channel] = now.v; }
         }
         // What the next token needs from memory is asked for while this one is worked on.
-        uint row_after = min(row + 1u, (s + 1u) * push.n_tokens - 1u);
+        uint row_after = min(row + 1u, row0 + push.n_tokens - 1u);
         next = load_token(row_after, head, part, q_channel, k_channel, v_channel, has_k, has_v);
         float x = now.alpha + bias;
-        float decay = exp((max(x, 0.0) + log(1.0 + exp(-abs(x)))) * rate);  // exp(softplus(x) * a)
+        float decay = exp(softplus(x) * rate);
         float beta = 1.0 / (1.0 + exp(-now.beta));
         barrier();
-        if (t > 0u) { write_squares(row - 1u, head, part, 1u - parity); }
+        if (t > push.first) { write_squares(row - 1u, head, part, 1u - parity); }
 
         vec4 k[MINE], q[MINE];
         float kk = 0.0, qq = 0.0, sums[N_R];
@@ -205,5 +182,5 @@ void main() {
         }
     }
     barrier();
-    write_squares(s * push.n_tokens + push.n_tokens - 1u, head, part, (push.n_tokens - 1u) & 1u);
+    write_squares(row0 + push.n_tokens - 1u, head, part, (push.n_tokens - 1u) & 1u);
 }

@@ -16,6 +16,7 @@ import numpy as np
 from vkbackend.device.base import Limits
 from vkbackend.graph import Graph, Node, Tensor
 from vkbackend.ops.case import Case, CaseBuilder
+from vkbackend.ops.delta_net_blocks import FINISH, PREPARE, SCAN, block_stages, n_by_blocks, tokens_of
 from vkbackend.ops.op import Array, At, Bind, Dispatch, Kernel, Lowering, Op, check, sigmoid, silu, spread
 
 MIXER = Kernel("delta_net_mixer", 128)
@@ -165,6 +166,23 @@ def _l2(x: Array, eps: float) -> Array:
 
 
 def _lower(node: Node, limits: Limits) -> Lowering:
+    state_ring = node.inputs[9]
+    n_tokens = node.attrs.n_tokens
+    if n_tokens <= SHORT:
+        return [[_token_by_token(node, 0, limits)]]
+    # A long batch may overwrite conv columns that its first tokens need: only after those have been read.
+    n_done = n_by_blocks(n_tokens, state_ring.shape[1], limits)
+    if not n_done:
+        return [[_token_by_token(node, 0, limits)], [_conv_ring_write(node, limits)]]
+    stages = block_stages(node, n_done, limits)
+    stages[1].append(_conv_ring_write(node, limits))
+    if n_done < n_tokens:
+        stages[-1].append(_token_by_token(node, n_done, limits))
+    return stages
+
+
+def _token_by_token(node: Node, first: int, limits: Limits) -> Dispatch:
+    """Mixes tokens first..n_tokens-1 of each sequence."""
     qkv, z, alpha, beta, conv_w, dt_bias, a, norm_w, conv_ring, state_ring, step = node.inputs
     y, squares, at = *node.outputs[:2], node.attrs
     n_slots, n_v_heads, dv, dk = state_ring.shape[1:]
@@ -174,25 +192,29 @@ def _lower(node: Node, limits: Limits) -> Lowering:
         At(qkv), At(z), At(alpha), At(beta), qkv.strides[0], At(conv_w), At(dt_bias), At(a), At(norm_w),
         At(step), step.strides[0], At(conv_ring), n_columns, At(state_ring), n_slots, At(y), At(squares),
         at.n_tokens, n_seqs, at.n_k_heads, n_v_heads, dv, squares.shape[2], float(at.eps),
-        int(at.grouped) | 2 * int(short),
+        int(at.grouped) | 2 * int(short), first,
     )  # fmt: skip
+    y_rows, squares_rows = (tokens_of(t, n_seqs, first, at.n_tokens) for t in (y, squares))
     binds = (
         Bind(qkv, "r"), Bind(conv_w, "r"), Bind(step, "r"), Bind(conv_ring, "rw" if short else "r"),
-        Bind(state_ring, "rw"), Bind(y, "w"),
+        Bind(state_ring, "rw"), Bind(y_rows, "w"),
     )  # fmt: skip
-    also = (*(Bind(t, "r") for t in (z, alpha, beta, dt_bias, a, norm_w)), Bind(squares, "w"))
+    also = (*(Bind(t, "r") for t in (z, alpha, beta, dt_bias, a, norm_w)), Bind(squares_rows, "w"))
     groups = spread(n_seqs * n_v_heads * squares.shape[2], limits.max_groups[0])
-    stages: Lowering = [[Dispatch(MIXER, binds, push, groups, spec=(dk, conv_w.shape[1]), also=also)]]
-    if not short:
-        # A long batch may overwrite columns that its first tokens need: only after the mixer has read them.
-        n_kept = min(at.n_tokens, n_columns)
-        push_ring = (
-            At(qkv), qkv.strides[0], At(step), step.strides[0], At(conv_ring), n_columns, qkv.shape[1],
-            at.n_tokens, n_kept, n_seqs,
-        )  # fmt: skip
-        ring_binds = (Bind(qkv, "r"), Bind(step, "r"), Bind(conv_ring, "w"))
-        stages.append([Dispatch(RING_WRITE, ring_binds, push_ring, spread(n_seqs * n_kept, limits.max_groups[0]))])
-    return stages
+    return Dispatch(MIXER, binds, push, groups, spec=(dk, conv_w.shape[1]), also=also)
+
+
+def _conv_ring_write(node: Node, limits: Limits) -> Dispatch:
+    """Keeps the last raw columns of a long batch."""
+    qkv, conv_ring, step = node.inputs[0], node.inputs[8], node.inputs[10]
+    n_tokens, n_columns, n_seqs = node.attrs.n_tokens, conv_ring.shape[1], step.shape[1]
+    n_kept = min(n_tokens, n_columns)
+    push = (
+        At(qkv), qkv.strides[0], At(step), step.strides[0], At(conv_ring), n_columns, qkv.shape[1],
+        n_tokens, n_kept, n_seqs,
+    )  # fmt: skip
+    binds = (Bind(qkv, "r"), Bind(step, "r"), Bind(conv_ring, "w"))
+    return Dispatch(RING_WRITE, binds, push, spread(n_seqs * n_kept, limits.max_groups[0]))
 
 
 def _cases() -> list[Case]:
@@ -256,4 +278,4 @@ def _cases() -> list[Case]:
     ]
 
 
-OP = Op("delta_net_mixer", _reference, _lower, lambda: [MIXER, RING_WRITE], _cases)
+OP = Op("delta_net_mixer", _reference, _lower, lambda: [MIXER, PREPARE, SCAN, FINISH, RING_WRITE], _cases)
