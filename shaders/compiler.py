@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 SOURCE_DIR = Path(__file__).resolve().parent
 SHIPPED_DIR = SOURCE_DIR / "spv"
 TARGET = "vulkan1.1"
+_PASSES = "no WorkgroupSize"  # what is done to the compiler's output; hashed
+
+# Of SPIR-V: words of the header, and those of "OpDecorate <id> BuiltIn WorkgroupSize".
+_HEADER_WORDS, _OP_DECORATE_BUILTIN, _BUILTIN, _WORKGROUP_SIZE = 5, 4 << 16 | 71, 11, 25
 
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
@@ -37,7 +42,7 @@ def defines(kernel: Kernel, subgroup: bool) -> list[str]:
 
 def content_hash(kernel: Kernel, subgroup: bool) -> str:
     """Names one compiled kernel: 20 hex digits over everything its SPIR-V depends on."""
-    h = hashlib.sha256(TARGET.encode())
+    h = hashlib.sha256(f"{TARGET} {_PASSES}".encode())
     for text in defines(kernel, subgroup):
         h.update(b"\0D" + text.encode())
     for path in _sources(f"{kernel.name}.comp"):
@@ -103,7 +108,7 @@ def compile_to(kernel: Kernel, subgroup: bool, path: Path) -> bytes:
         if done.returncode or not out.is_file():
             options = " ".join(defines(kernel, subgroup))
             raise DeviceError(f"{kernel.name}.comp [{options}] does not compile:\n{_errors(done.stdout + done.stderr)}")
-        code = out.read_bytes()
+        code = without_workgroup_size(out.read_bytes())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
@@ -112,6 +117,22 @@ def compile_to(kernel: Kernel, subgroup: bool, path: Path) -> bytes:
     except OSError:
         pass
     return code
+
+
+def without_workgroup_size(code: bytes) -> bytes:
+    """A module without the WorkgroupSize decoration, which SPIR-V 1.6 deprecates and validation warns of.
+
+    glslang always writes it, beside the LocalSize execution mode that says the same.
+    """
+    words = memoryview(code).cast("I")
+    kept, at = list(words[:_HEADER_WORDS]), _HEADER_WORDS
+    while at < len(words):
+        n = max(1, words[at] >> 16)
+        instruction = words[at : at + n].tolist()
+        if instruction[0] != _OP_DECORATE_BUILTIN or instruction[2:] != [_BUILTIN, _WORKGROUP_SIZE]:
+            kept += instruction
+        at += n
+    return array("I", kept).tobytes()
 
 
 def _errors(text: str) -> str:

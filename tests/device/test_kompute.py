@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -170,7 +171,7 @@ def test_what_kompute_raises_is_told_as_a_device_error(fresh: KomputeDevice, mon
             return fail
 
     with pytest.raises(DeviceError, match="running a recording failed: eval failed"):
-        KomputeRecording(Failing(), [], 1.0).run()
+        KomputeRecording(Failing(), [], [], 1.0).run()
     manager = fresh._manager
     monkeypatch.setattr(fresh, "_manager", Failing())
     with pytest.raises(DeviceError, match="kompute:0: allocating 400 bytes for the ring failed: tensor_t failed"):
@@ -363,3 +364,49 @@ def test_steps_are_joined_where_submitting_is_dear(kompute: KomputeDevice) -> No
 def test_the_variant_without_subgroups(kompute_shared: KomputeDevice, kompute: KomputeDevice) -> None:
     assert not kompute_shared.subgroups and not kompute_shared.info.limits.subgroup_shuffle
     assert replace(kompute.info.limits, subgroup_shuffle=False) == kompute_shared.info.limits
+
+
+def test_memory_and_algorithms_are_given_back(fresh: KomputeDevice) -> None:
+    """Contexts come and go: neither their buffers nor the algorithms that bind them may stay."""
+
+    def use(value: int) -> None:
+        x, y = fresh.allocate(5000), fresh.allocate(5000)
+        fresh.fill(x, 0, 5000, value)
+        levels = [[Command("copy", COPY_WORDS, (x, y), (0, 0, 5000), (4, 1, 1), ())]]
+        fresh.record(levels, fresh.pool.host("inputs", 1), fresh.pool.host("outputs", 1), False).run()
+        assert fresh.download(y, 4999, 1)[0] == value
+        fresh.copy(x, 0, y, 2500, 2500)
+        assert fresh.allocated_bytes == before + 40000
+
+    fresh.pool.host("inputs", 1), fresh.pool.host("outputs", 1)
+    gc.collect()
+    before, n_algorithms = fresh.allocated_bytes, len(fresh._algorithms)
+    for i in range(20):
+        use(i)
+        gc.collect()
+        assert (fresh.allocated_bytes, len(fresh._algorithms)) == (before, n_algorithms)
+
+
+def test_a_failing_copy_is_a_device_error(fresh: KomputeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = fresh.allocate(8)
+
+    class Lost:
+        """A manager whose sequences fail when they are run."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(manager, name)
+
+        def sequence(self, *_: Any) -> Any:
+            def fail() -> None:
+                raise RuntimeError("vk::Queue::submit: ErrorDeviceLost")
+
+            return SimpleNamespace(record=lambda op: None, eval=fail, destroy=lambda: None)
+
+    manager = fresh._manager
+    monkeypatch.setattr(fresh, "_manager", Lost())
+    for call in (lambda: fresh.download(x, 0, 8), lambda: fresh.fill(x, 0, 8, 1)):
+        with pytest.raises(DeviceError, match=r"kompute:0 \(.*\): copying failed: .*ErrorDeviceLost"):
+            call()
+    monkeypatch.setattr(fresh, "_manager", manager)
+    fresh.fill(x, 0, 8, 5)
+    assert fresh.download(x, 0, 8).tolist() == [5] * 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -259,3 +260,24 @@ def test_compile_to_returns_what_it_writes(sources: Path, tmp_path: Path) -> Non
     code = compile_to(Kernel("k"), False, tmp_path / "a" / "b.spv")
     assert (tmp_path / "a" / "b.spv").read_bytes() == code
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["b.spv"]  # no half-written file is left
+
+
+def test_modules_carry_no_workgroup_size_decoration() -> None:
+    """Built-in WorkgroupSize is deprecated and the validation layer warns; the LocalSize execution mode stays."""
+    decoration, local_size = 4 << 16 | 71, 6 << 16 | 16
+    for kernel in KERNELS[::5]:
+        words = memoryview(spirv(kernel, True)).cast("I").tolist()
+        at, sizes = 5, 0
+        while at < len(words):
+            assert words[at] != decoration or words[at + 2 : at + 4] != [11, 25], kernel
+            sizes += words[at] == local_size and words[at + 2 : at + 6] == [17, kernel.local_size, 1, 1]
+            at += words[at] >> 16
+        assert at == len(words) and sizes == 1, kernel
+
+
+def test_only_that_decoration_is_taken_out() -> None:
+    header, other = [0x07230203, 0x10300, 0, 9, 0], [3 << 16 | 71, 5, 2]
+    workgroup_size, builtin = [4 << 16 | 71, 8, 11, 25], [4 << 16 | 71, 8, 11, 28]
+    code = array("I", [*header, *other, *workgroup_size, *builtin, *other]).tobytes()
+    want = array("I", [*header, *other, *builtin, *other]).tobytes()
+    assert compiler.without_workgroup_size(code) == want == compiler.without_workgroup_size(want)

@@ -120,6 +120,11 @@ class Device(Protocol):
         """Consecutive decode steps worth recording into one submission: 1 where submitting costs next to nothing."""
         ...
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that the buffers and regions of this device take now."""
+        ...
+
     def allocate(self, n_words: int, dtype: str = F32, label: str = "") -> Buffer:
         """Memory that outlives graphs. Contents are undefined. Raises `DeviceError` when it does not fit."""
         ...

@@ -5,8 +5,9 @@ Nothing outside this module touches Kompute memory. What was measured and worked
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -24,11 +25,20 @@ STAGING_WORDS = 8 << 20  # 32 MiB: large enough to amortise an eval, small enoug
 
 
 @dataclass(eq=False)
+class KomputeAlgorithm:
+    """A pipeline with its buffers bound. Lives as long as a recording or a buffer holds it."""
+
+    algorithm: Any
+    tensors: list[Any]
+
+
+@dataclass(eq=False)
 class KomputeBuffer:
-    """An eStorage tensor: device memory without a host copy."""
+    """An eStorage tensor: device memory without a host copy. `copies` keeps the algorithms that fill and read it."""
 
     tensor: Any
     n_words: int
+    copies: list[KomputeAlgorithm] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -38,13 +48,17 @@ class KomputeHostRegion:
     tensor: Any
     n_words: int
     words: Words
+    copies: list[KomputeAlgorithm] = field(default_factory=list)
 
 
 class KomputeRecording:
     """A recorded sequence. One `run` is one Kompute eval."""
 
-    def __init__(self, sequence: Any, level_ends: list[int], timestamp_ns: float) -> None:
+    def __init__(
+        self, sequence: Any, algorithms: list[KomputeAlgorithm], level_ends: list[int], timestamp_ns: float
+    ) -> None:
         self._sequence = sequence
+        self._algorithms = algorithms
         self._level_ends = level_ends
         self._timestamp_ns = timestamp_ns
 
@@ -90,14 +104,21 @@ class KomputeDevice:
             raise DeviceError(
                 f"{self.info.name} ({self.info.description}): Kompute can not open it: {error}"
             ) from error
-        # The tensors are kept beside the algorithm: the key holds their ids, which must not be reused.
-        self._algorithms: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+        # Held weakly, or the buffers of every context there ever was would stay. The ids in a key are not reused while
+        # it is there: the algorithm holds its tensors.
+        self._algorithms: weakref.WeakValueDictionary[tuple[Any, ...], KomputeAlgorithm] = weakref.WeakValueDictionary()
+        self._sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # tensor -> bytes
         self.pool = RegionPool(self)
         self._staging: KomputeHostRegion | None = None
         self._barrier = self._manager.tensor_t(np.zeros(1, np.uint32), kp.TensorTypes.device)
         self._self_test()
 
     # ---- memory
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the tensors that this device holds now; host copies are not counted."""
+        return sum(self._sizes.values())
 
     def allocate(self, n_words: int, dtype: str = F32, label: str = "") -> KomputeBuffer:
         check_allocation(n_words, label, self.info)
@@ -139,7 +160,9 @@ class KomputeDevice:
 
     def _tensor(self, data: Words, kind: Any, label: str) -> Any:
         try:
-            return self._manager.tensor_t(data, kind)
+            tensor = self._manager.tensor_t(data, kind)
+            self._sizes[tensor] = data.nbytes
+            return tensor
         except RuntimeError as error:
             raise DeviceError(
                 f"{self.info.name}: allocating {data.nbytes} bytes for {label or 'a buffer'} failed: {error}"
@@ -169,7 +192,7 @@ class KomputeDevice:
         n_ops = sum(len(level) for level in levels) + len(levels) + 2
         sequence = self._manager.sequence(0, n_ops if timestamps else 0)
         sequence.record(kp.OpTensorSyncDevice([_tensor_of(inputs)]))
-        n, ends = 1, [1]
+        n, ends, used_algorithms = 1, [1], []
         for i, level in enumerate(levels):
             if i > 0 and not self._relaxed:
                 # Kompute has no compute-to-compute barrier; a one-word transfer between two levels is one.
@@ -177,11 +200,12 @@ class KomputeDevice:
                 n += 1
             for command in level:
                 algorithm = self._algorithm(command.kernel, command.buffers, command.spec, command.groups, command.push)
-                sequence.record(kp.OpAlgoDispatch(algorithm, np.array(command.push, np.uint32)))
+                sequence.record(kp.OpAlgoDispatch(algorithm.algorithm, np.array(command.push, np.uint32)))
+                used_algorithms.append(algorithm)
                 n += 1
             ends.append(n)
         sequence.record(kp.OpTensorSyncLocal([_tensor_of(outputs)]))
-        return KomputeRecording(sequence, ends, self._timestamp_ns)
+        return KomputeRecording(sequence, used_algorithms, ends, self._timestamp_ns)
 
     def _algorithm(
         self,
@@ -190,10 +214,11 @@ class KomputeDevice:
         spec: tuple[int, ...],
         groups: tuple[int, int, int],
         push: Sequence[int],
-    ) -> Any:
+    ) -> KomputeAlgorithm:
         tensors = [_tensor_of(b) for b in buffers]
         key = (kernel, tuple(id(t) for t in tensors), spec, groups, len(push))
-        if key not in self._algorithms:
+        found = self._algorithms.get(key)
+        if found is None:
             try:
                 # Both arrays must be uint32: Kompute reads the push constants with the spec constants' type.
                 algorithm = self._manager.algorithm(
@@ -203,17 +228,25 @@ class KomputeDevice:
                     np.array(spec, np.uint32),
                     np.array(push, np.uint32),
                 )
-                self._algorithms[key] = (algorithm, tensors)
             except RuntimeError as error:
                 raise DeviceError(f"{self.info.name}: pipeline for {kernel.name}.comp failed: {error}") from error
-        return self._algorithms[key][0]
+            found = self._algorithms[key] = KomputeAlgorithm(algorithm, tensors)
+        return found
 
     def _eval(self, kernel: Kernel, buffers: Sequence[Any], push: tuple[int, ...]) -> None:
         algorithm = self._algorithm(kernel, buffers, (), GRID, push)
+        others = {id(b) for b in buffers if b is not self._staging}
+        if len(others) == 1 and all(algorithm is not known for b in buffers for known in b.copies):
+            # Kept for the next piece, with the one buffer that it binds beside the staging memory.
+            next(b for b in buffers if id(b) in others).copies.append(algorithm)
         sequence = self._manager.sequence()
-        sequence.record(self._kp.OpAlgoDispatch(algorithm, np.array(push, np.uint32)))
-        sequence.eval()
-        sequence.destroy()
+        try:
+            sequence.record(self._kp.OpAlgoDispatch(algorithm.algorithm, np.array(push, np.uint32)))
+            sequence.eval()
+        except RuntimeError as error:
+            raise DeviceError(f"{self.info.name} ({self.info.description}): copying failed: {error}") from error
+        finally:
+            sequence.destroy()
 
     def _self_test(self) -> None:
         """Writes and reads a pattern: kp 0.9.0 built for another NumPy reads wrong values without an error."""

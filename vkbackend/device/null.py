@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vkbackend.device.base import Array, Buffer, DeviceInfo, Limits, Words
+from vkbackend.device.base import Array, Buffer, DeviceInfo, Limits, Words, check_range
 from vkbackend.device.dispatching import Command, DispatchProgram, HostRegion, RegionPool, check_allocation
 from vkbackend.graph import F32, Graph
 
@@ -60,17 +60,23 @@ class NullDevice:
     def host_region(self, n_words: int, label: str) -> NullBuffer:
         return self.allocate(n_words, label=label)
 
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(4 * b.n_words for b in self.buffers)
+
     def upload(self, buffer: Buffer, offset: int, data: Array) -> None:
-        return None
+        check_range("null", buffer, offset, data.size)
 
     def download(self, buffer: Buffer, offset: int, n_words: int) -> Words:
+        check_range("null", buffer, offset, n_words)
         return np.zeros(n_words, np.uint32)
 
     def fill(self, buffer: Buffer, offset: int, n_words: int, word: int) -> None:
-        return None
+        check_range("null", buffer, offset, n_words)
 
     def copy(self, source: Buffer, source_at: int, target: Buffer, target_at: int, n_words: int) -> None:
-        return None
+        check_range("null", source, source_at, n_words)
+        check_range("null", target, target_at, n_words)
 
     def record(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -32,12 +33,18 @@ class NumpyDevice:
 
     def __init__(self, real: type[np.floating[Any]] = np.float32) -> None:
         self.real = np.dtype(real)
+        self._buffers: weakref.WeakSet[NumpyBuffer] = weakref.WeakSet()
         self.info = DeviceInfo(
             name="numpy",
             description=f"NumPy {np.__version__} ({self.real.name})",
             kind="reference",
             limits=Limits(max_storage_range=1 << 62, max_buffer_bytes=1 << 62),
         )
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the buffers that are still held."""
+        return sum(b.data.nbytes for b in list(self._buffers))
 
     def _dtype(self, dtype: str) -> np.dtype[Any]:
         if dtype == F32:
@@ -51,7 +58,9 @@ class NumpyDevice:
             data = np.empty(n_words, self._dtype(dtype))
         except MemoryError as error:
             raise DeviceError(f"numpy: allocating {4 * n_words} bytes for {label or 'a buffer'} failed") from error
-        return NumpyBuffer(data)
+        buffer = NumpyBuffer(data)
+        self._buffers.add(buffer)
+        return buffer
 
     def upload(self, buffer: Buffer, offset: int, data: Array) -> None:
         target = _array(buffer)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from vkbackend.device.base import Array, Words
+from vkbackend.device.vulkan_blocks import Blocks, Piece
 from vkbackend.device.vulkan_session import Job, Session
 from vkbackend.errors import DeviceError
 
@@ -35,7 +36,7 @@ HOST_READ = 0x2000
 
 @dataclass(eq=False)
 class VulkanBuffer:
-    """A VkBuffer with memory of its own. `mapped` are its words where the host can see them."""
+    """A VkBuffer and its memory. `mapped` are its words where the host can see them."""
 
     handle: Any
     n_words: int
@@ -74,6 +75,7 @@ class Memory:
         can_unify = any(flags & 0xF == LOCAL | VISIBLE | COHERENT | CACHED for flags in self._types)
         self.unified = can_unify and unified is not False
         self.n_bytes = 0
+        self._blocks = Blocks(session)
         self._slots: list[_Slot] = []
 
     # ---- buffers
@@ -112,53 +114,39 @@ class Memory:
         handle = out[0]
         needs = ffi.new("VkMemoryRequirements*")
         lib.vkGetBufferMemoryRequirements(device, handle, needs)
-        memory = ffi.new("VkDeviceMemory*")
-        code = self._allocate(needs, wanted, memory)
-        if code:
+        code, piece = self._allocate(needs, wanted)
+        if piece is None:
             lib.vkDestroyBuffer(device, handle, ffi.NULL)
             raise self._failed(code, n_bytes, label)
-        size = int(needs.size)
-        self.n_bytes += size
+        self.n_bytes += piece.n_bytes
 
         def destroy() -> None:
-            self.n_bytes -= size
+            self.n_bytes -= piece.n_bytes
             lib.vkDestroyBuffer(device, handle, ffi.NULL)
-            lib.vkFreeMemory(device, memory[0], ffi.NULL)
+            self._blocks.give_back(piece)
 
         buffer = VulkanBuffer(handle, n_words)
         session.own(buffer, destroy)
-        session.check(lib.vkBindBufferMemory(device, handle, memory[0], 0), f"binding the memory of {label}")
+        code = lib.vkBindBufferMemory(device, handle, piece.block.memory, piece.offset)
+        session.check(code, f"binding the memory of {label}")
         if mapped:
-            address = ffi.new("void**")
-            session.check(lib.vkMapMemory(device, memory[0], 0, n_bytes, 0, address), f"mapping {n_bytes} bytes")
-            buffer.mapped = np.frombuffer(ffi.buffer(address[0], n_bytes), np.uint32)
+            buffer.mapped = np.frombuffer(ffi.buffer(self._blocks.pointer(piece), n_bytes), np.uint32)
         return buffer
 
-    def _allocate(self, needs: Any, wanted: list[int], out: Any) -> int:
+    def _allocate(self, needs: Any, wanted: list[int]) -> tuple[int, Piece | None]:
         """Tries every fitting memory type, best first, then once more after unused buffers were collected."""
-        ffi, lib, session = self._session.ffi, self._session.lib, self._session
         usable = [(i, f) for i, f in enumerate(self._types) if needs.memoryTypeBits >> i & 1 and not f & _LAZY]
         order = list(dict.fromkeys(i for need in wanted for i, flags in usable if flags & need == need))
-        if not order:
-            return _NO_MEMORY_TYPE
-        code = 0
-        for attempt in range(2):
+        code = _NO_MEMORY_TYPE
+        for attempt in range(2 if order else 0):
             if attempt == 1:
-                session.settle()
+                self._session.settle()
                 gc.collect()
             for i in order:
-                info = ffi.new(
-                    "VkMemoryAllocateInfo*",
-                    {
-                        "sType": session.vk.VK_STRUCTURE_TYPE_MEMORY_ALLOCATE_INFO,
-                        "allocationSize": needs.size,
-                        "memoryTypeIndex": i,
-                    },
-                )
-                code = lib.vkAllocateMemory(session.device, info, ffi.NULL, out)
+                code, piece = self._blocks.take(i, int(needs.size), int(needs.alignment))
                 if code not in _OUT_OF_MEMORY:
-                    return int(code)
-        return int(code)
+                    return code, piece
+        return code, None
 
     def _failed(self, code: int, n_bytes: int, label: str) -> DeviceError:
         total = self._session.info.memory

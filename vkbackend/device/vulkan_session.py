@@ -149,7 +149,7 @@ class Session:
 
     def own(self, owner: object, destroy: Callable[[], None]) -> None:
         """Calls `destroy` once: when `owner` is no longer referenced, or when the device closes if that is first."""
-        finalizer = weakref.finalize(owner, self._destroy, self.keep(destroy))
+        finalizer = weakref.finalize(owner, self.end, self.keep(destroy))
         finalizer.atexit = False  # at exit the device itself is closed, in order
 
     def keep(self, destroy: Callable[[], None]) -> int:
@@ -158,7 +158,8 @@ class Session:
         self._cleanups[key] = destroy
         return key
 
-    def _destroy(self, key: int) -> None:
+    def end(self, key: int) -> None:
+        """Calls what `keep` gave this key for, if that was not done yet."""
         # pop() decides who destroys when a garbage collection and close() meet.
         destroy = self._cleanups.pop(key, None)
         if destroy is not None:
@@ -172,7 +173,7 @@ class Session:
             self._problem = "is closed; open it again"
             self._in_flight.clear()
             for key in sorted(self._cleanups, reverse=True):
-                self._destroy(key)
+                self.end(key)
 
     # ---- submissions
 
