@@ -52,7 +52,7 @@ def request_moe(loader: WeightLoader, file: GGUFFile, hp: HParams, b: str) -> Mo
     else:
         for name in (gate, up):
             _check_shape(file, name, (hp.n_expert, n_ff, n_embd))
-        if file.tensors[gate].type == file.tensors[up].type:
+        if len({file.tensors[name].type for name in (gate, up) if name in file.tensors}) <= 1:
             above = loader.matrix(file, (gate, up), interleave=True, unit=n_ff)
         else:
             above, separate_up = (loader.matrix(file, (name,), unit=n_ff) for name in (gate, up))

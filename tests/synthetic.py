@@ -1,4 +1,4 @@
-"""Tiny qwen35 models for tests, written with gguf-py: random float32 weights, a byte vocabulary."""
+"""Tiny qwen35 and qwen35moe models for tests, written with gguf-py: random float32 weights, a byte vocabulary."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 N_EMBD, N_FF = 64, 64
 N_HEAD, N_HEAD_KV, HEAD_DIM, N_ROT = 2, 1, 32, 8
 N_K_HEADS, N_V_HEADS, LINEAR_DIM, TAPS = 1, 2, 16, 4
+N_FF_EXP, N_FF_SHEXP = 32, 48
 
 
 def write_model(
@@ -21,16 +22,19 @@ def write_model(
     interval: int = 2,
     head: str = "random",
     sharp: float = 3.0,
+    experts: tuple[int, int] | None = None,
 ) -> Path:
     """Writes a model with an MTP block.
 
     head: "random": nothing ties the block to the trunk. "perfect": every mixer and feed-forward adds nothing, so that
     the trunk's next token depends on the last token only, and the block predicts the same. sharp: scale of the logits.
+    experts: (used by a token, of all) makes it a qwen35moe.
     """
     rng = np.random.default_rng(seed)
     still = head == "perfect"
-    w = gguf.GGUFWriter(str(path), "qwen35")
-    for key, value in {
+    arch = "qwen35moe" if experts else "qwen35"
+    w = gguf.GGUFWriter(str(path), arch)
+    sizes = {
         "block_count": n_main + 1,
         "context_length": 4096,
         "embedding_length": N_EMBD,
@@ -47,11 +51,15 @@ def write_model(
         "ssm.group_count": N_K_HEADS,
         "full_attention_interval": interval,
         "nextn_predict_layers": 1,
-    }.items():
-        w.add_uint32(f"qwen35.{key}", value)
-    w.add_float32("qwen35.attention.layer_norm_rms_epsilon", 1e-6)
-    w.add_float32("qwen35.rope.freq_base", 1e7)
-    w.add_array("qwen35.rope.dimension_sections", [2, 1, 1, 0])
+    }
+    if experts:
+        sizes |= {"expert_used_count": experts[0], "expert_count": experts[1]}
+        sizes |= {"expert_feed_forward_length": N_FF_EXP, "expert_shared_feed_forward_length": N_FF_SHEXP}
+    for key, value in sizes.items():
+        w.add_uint32(f"{arch}.{key}", value)
+    w.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", 1e-6)
+    w.add_float32(f"{arch}.rope.freq_base", 1e7)
+    w.add_array(f"{arch}.rope.dimension_sections", [2, 1, 1, 0])
     w.add_string("tokenizer.ggml.model", "gpt2")
     w.add_string("tokenizer.ggml.pre", "qwen35")
     w.add_array("tokenizer.ggml.tokens", [*(chr(0x21 + i) for i in range(n_vocab - 1)), '!"'])
@@ -94,9 +102,17 @@ def write_model(
             matrix(b + "attn_output.weight", N_EMBD, N_HEAD * HEAD_DIM, scale=adds)
             norm(b + "attn_q_norm.weight", HEAD_DIM)
             norm(b + "attn_k_norm.weight", HEAD_DIM)
-        matrix(b + "ffn_gate.weight", N_FF, N_EMBD)
-        matrix(b + "ffn_up.weight", N_FF, N_EMBD)
-        matrix(b + "ffn_down.weight", N_EMBD, N_FF, scale=adds)
+        if experts:
+            matrix(b + "ffn_gate_inp.weight", experts[1], N_EMBD)
+            add(b + "ffn_gate_inp_shexp.weight", N_EMBD, scale=N_EMBD**-0.5)
+            for kind, n_ff, n in (("exps", N_FF_EXP, experts[1:]), ("shexp", N_FF_SHEXP, ())):
+                add(b + f"ffn_gate_{kind}.weight", *n, n_ff, N_EMBD, scale=N_EMBD**-0.5)
+                add(b + f"ffn_up_{kind}.weight", *n, n_ff, N_EMBD, scale=N_EMBD**-0.5)
+                add(b + f"ffn_down_{kind}.weight", *n, N_EMBD, n_ff, scale=adds * n_ff**-0.5)
+        else:
+            matrix(b + "ffn_gate.weight", N_FF, N_EMBD)
+            matrix(b + "ffn_up.weight", N_FF, N_EMBD)
+            matrix(b + "ffn_down.weight", N_EMBD, N_FF, scale=adds)
     b = f"blk.{n_main}.nextn."
     if still:
         eye: Any = np.eye(N_EMBD, 2 * N_EMBD, dtype=np.float32)  # the embedding half only

@@ -80,7 +80,17 @@ def model(kompute: KomputeDevice, tmp_path_factory: pytest.TempPathFactory) -> M
 
 
 @pytest.fixture(scope="module")
+def moe_lab(kompute: KomputeDevice, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    path: Path = tmp_path_factory.mktemp("rollback") / "moe.gguf"
+    return make_lab(load(write_model(path, seed=8, experts=(3, 8)), device=kompute))
+
+
+@pytest.fixture(scope="module")
 def lab(model: Model) -> Lab:
+    return make_lab(model)
+
+
+def make_lab(model: Model) -> Lab:
     reference = model.context(n_ctx=N_CTX)
 
     def straight(tokens: list[int]) -> Floats:
@@ -140,21 +150,37 @@ COMMANDS = st.one_of(
 )
 
 
-@settings(
-    max_examples=EXAMPLES,
+RARELY = settings(
+    max_examples=max(1, EXAMPLES // 5),
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(
-    commands=st.lists(COMMANDS, min_size=4, max_size=14),
-    n_rs_seq=st.integers(0, 8),
-    word=st.sampled_from([NAN, GARBAGE]),
-    seed=st.integers(0, 1 << 30),
-)
+OFTEN = settings(RARELY, max_examples=EXAMPLES)
+RINGS, WORDS, SEEDS = st.integers(0, 8), st.sampled_from([NAN, GARBAGE]), st.integers(0, 1 << 30)
+
+
+@OFTEN
+@given(commands=st.lists(COMMANDS, min_size=4, max_size=14), n_rs_seq=RINGS, word=WORDS, seed=SEEDS)
 def test_any_history_equals_decoding_from_scratch(
     lab: Lab, commands: list[tuple[str, int, int]], n_rs_seq: int, word: int, seed: int
 ) -> None:
+    check_history(lab, commands, n_rs_seq, word, seed)
+
+
+# Without prompts: their kernels round otherwise, and where two experts nearly tie that decides which one a row goes to.
+SMALL = COMMANDS.filter(lambda c: c[0] not in ("decode", "failure") or c[2] <= 16)
+
+
+@RARELY
+@given(commands=st.lists(SMALL, min_size=4, max_size=12), n_rs_seq=RINGS, word=WORDS, seed=SEEDS)
+def test_any_history_of_a_moe_model(
+    moe_lab: Lab, commands: list[tuple[str, int, int]], n_rs_seq: int, word: int, seed: int
+) -> None:
+    check_history(moe_lab, commands, n_rs_seq, word, seed)
+
+
+def check_history(lab: Lab, commands: list[tuple[str, int, int]], n_rs_seq: int, word: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     ctx = fresh(lab, n_rs_seq, word)
     want = [Sequence(), Sequence()]
