@@ -6,6 +6,7 @@ hidden rows and states within an NMSE of 1e-8. The KV cache is float32.
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from typing import Any
 
@@ -29,7 +30,10 @@ MODELS = [
     "dense-q4_k_m",
     "dense-k-q4_k_m",
     "dense-k-q6_k",
+    "moe-q4_k_m",
 ]
+if os.environ.get("VKBACKEND_FULL"):
+    MODELS += ["moe-f16", "moe-q8_0", "moe-q4_0"]
 LENGTHS = [1, 5, 33, 100]
 
 

@@ -130,7 +130,7 @@ def test_feed_forward(
 ) -> None:
     path, device = tmp_path / "layer.gguf", request.getfixturevalue(device_name)
     write_layer(path, rng, **VARIANTS[variant])
-    for n_rows in (1, 5, 20):
+    for n_rows in (5, 20):
         x = rng.standard_normal((n_rows, 64)).astype(np.float32)
         g, keys, _ = feed_forward_graph(path, device, n_rows)
         assert (keys.up is not None) == (variant == "gate and up differ")

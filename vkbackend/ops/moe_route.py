@@ -45,9 +45,10 @@ def route(logits: Array, n_used: int) -> tuple[Array, Array]:
     """The reference: (experts, weights), each [n_rows, n_used]."""
     finite = np.where(np.isnan(logits), -np.inf, logits)
     ids = np.argsort(-finite, axis=-1, kind="stable")[:, :n_used]
-    e = np.exp(logits - np.max(logits, axis=-1, keepdims=True))
-    weights = np.take_along_axis(e / np.sum(e, axis=-1, keepdims=True), ids, axis=-1)
-    return ids, weights / np.sum(weights, axis=-1, keepdims=True)
+    with np.errstate(invalid="ignore"):  # rows that are not finite get weights that are not
+        e = np.exp(logits - np.max(logits, axis=-1, keepdims=True))
+        weights = np.take_along_axis(e / np.sum(e, axis=-1, keepdims=True), ids, axis=-1)
+        return ids, weights / np.sum(weights, axis=-1, keepdims=True)
 
 
 def _reference(node: Node, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
