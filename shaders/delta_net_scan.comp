@@ -91,7 +91,7 @@ void main() {
         vec4 sums[4];
         [[unroll]] for (uint t = 0u; t < 4u; ++t) { sums[t] = vec4(0.0); }
         [[unroll]] for (uint i = 0u; i < DK / SPLIT; ++i) {
-            uint column = strand + i * SPLIT;
+            uint column = strand | i * SPLIT;  // no carry: what the places depend on is known but for two values
             vec4 x = copies[copy_place(column, quad)], k = keys[key_place(column, token_quad)];
             [[unroll]] for (uint t = 0u; t < 4u; ++t) { sums[t] = fma(vec4(k[t]), x, sums[t]); }
         }

@@ -26,18 +26,17 @@ SCAN = Kernel("delta_net_scan", 128)
 FINISH = Kernel("delta_net_finish", 128)
 BLOCK = 16  # tokens
 SCAN_ROWS = 16  # state rows of a workgroup of the scan
-SHARED_BYTES = 32 << 10  # what the scan needs at most
+SHARED_BYTES = 32 << 10  # the scan needs a little less
+WORTH_BLOCKS = 2 * BLOCK  # below, two more levels cost as much as they save
 
 
 def n_by_blocks(n_tokens: int, n_slots: int, limits: Limits) -> int:
     """How many of a sequence's n_tokens new tokens go by blocks; the rest goes token by token.
 
     The scan writes the state after its last token only: the n_slots - 1 tokens after that bring the ring's other slots.
-    CPU drivers have no lanes to fill, there token by token is faster.
     """
     n = n_tokens - (n_slots - 1)
-    usable = limits.subgroup_size > 8 and limits.max_shared_bytes >= SHARED_BYTES
-    return n if usable and n > BLOCK else 0
+    return n if n >= WORTH_BLOCKS and limits.max_shared_bytes >= SHARED_BYTES else 0
 
 
 def block_stages(node: Node, n_done: int, limits: Limits) -> Lowering:
