@@ -14,7 +14,7 @@ from vkbackend.errors import ModelError
 
 _SIDE_FILES = ("mmproj", "imatrix", "mtp-")
 _TYPE = re.compile(r"(?<![a-z0-9])(i?q(\d+)(_[a-z0-9]+)*|bf16|f16|f32|mxfp4(_moe)?)(?![a-z0-9])", re.IGNORECASE)
-_PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)", re.IGNORECASE)
+_PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)", re.IGNORECASE)
 _OTHER_BITS = {"bf16": 16, "f16": 16, "f32": 32, "mxfp4": 4}
 
 
@@ -39,58 +39,78 @@ def type_bits(name: str) -> int:
 
 
 def choose_main(names: Iterable[str], quant: str = "", where: str = "the repository") -> str:
-    """The main model among a repository's files.
+    """The main model among a repository's files; of a split model its first part.
 
-    quant: its quantisation, such as "Q8_0"; empty takes Q4_K_M where there is one, else the first file. Files nearer
-    to the root come first. Raises `ModelError` naming what there is when nothing fits.
+    quant: its quantisation, such as "Q8_0", in the file's name or its folder's; "Q4_K" also takes Q4_K_M, which comes
+    before other kinds of Q4_K. Empty takes Q4_K_M, else Q8_0, else the first file. Files nearer to the root come
+    first. Raises `ModelError` naming what there is when nothing fits.
     """
-    mains = sorted((n for n in names if is_main_file(n)), key=lambda n: (n.count("/"), n))
+    mains = sorted({part_names(n)[0] for n in names if is_main_file(n)}, key=lambda n: (n.count("/"), n))
     if not mains:
         raise ModelError(f"{where}: there is no GGUF model file in it")
-    fitting = [n for n in mains if _is_type(n, quant or "q4_k_m")]
-    if quant and not fitting:
-        kinds = ", ".join(dict.fromkeys(file_type(n) or PurePosixPath(n).name for n in mains))
-        raise ModelError(f"{where}: there is no quantisation {quant!r} in it; there are {kinds}")
-    chosen = (fitting or mains)[0]
-    if _PART.search(chosen):
-        raise ModelError(
-            f"{where}: {chosen} is one part of a split model, which is not supported; join the parts first"
-        )
-    return chosen
+    for wanted in [quant] if quant else ["q4_k_m", "q8_0"]:
+        ranks = {n: rank for n in mains if (rank := _match(n, wanted)) is not None}
+        if ranks:
+            return min(ranks, key=ranks.__getitem__)
+    if not quant:
+        return mains[0]
+    kinds = ", ".join(dict.fromkeys(file_type(n) or PurePosixPath(n).name for n in mains))
+    raise ModelError(f"{where}: there is no quantisation {quant!r} in it; there are {kinds}")
 
 
-def _is_type(name: str, quant: str) -> bool:
+def _match(name: str, quant: str) -> int | None:
+    """How well a file fits a quantisation, 0 best; None when it does not."""
+    wanted, found = quant.lower(), file_type(name)
+    stem = PurePosixPath(_PART.sub("", name)).stem.lower()
     # A publisher's own variants write their mark in front: UD-Q4_K_XL.
-    wanted = quant.lower()
-    return file_type(name) == wanted or PurePosixPath(_PART.sub("", name)).stem.lower().endswith(f"-{wanted}")
+    if found == wanted or stem.endswith(f"-{wanted}"):
+        return 0
+    if not found and PurePosixPath(name).parent.name.lower() == wanted:
+        return 1
+    return (2 if found == wanted + "_m" else 3) if found.startswith(wanted + "_") else None
+
+
+def part_names(name: str) -> list[str]:
+    """All parts of a split model, from the name of any of them; the name alone when it is whole."""
+    match = _PART.search(name)
+    if not match:
+        return [name]
+    n = int(match.group(2))
+    return [f"{name[: match.start()]}-{i + 1:05d}-of-{n:05d}{name[match.end() :]}" for i in range(max(n, 1))]
 
 
 def choose_draft(names: Iterable[str], main: str) -> str | None:
     """The mtp-*.gguf that belongs to a main file, or None.
 
     names: paths as in a repository, with / between folders. The one in the deepest folder shared with the main file
-    is taken; of several there the one nearest in bits per weight, then the first by name.
+    is taken; of several there the one nearest in bits per weight, then the one in fewest folders, then the first by
+    name. Of a split one, its first part is returned.
     """
     folders = PurePosixPath(main).parent.parts
 
-    def rank(name: str) -> tuple[int, int, str]:
+    def rank(name: str) -> tuple[int, int, int, str]:
         path = PurePosixPath(name)
         shared = 0
         for mine, theirs in zip(folders, path.parent.parts, strict=False):
             if mine != theirs:
                 break
             shared += 1
-        return (-shared, abs(type_bits(name) - type_bits(main)), name)
+        return (-shared, abs(type_bits(name) - type_bits(main)), len(path.parts), name)
 
-    drafts = [n for n in names if PurePosixPath(n).name.lower().startswith("mtp-") and n.lower().endswith(".gguf")]
+    drafts = {
+        part_names(n)[0]
+        for n in names
+        if PurePosixPath(n).name.lower().startswith("mtp-") and n.lower().endswith(".gguf")
+    }
     return min(drafts, key=rank, default=None)
 
 
 def has_block(path: Path) -> bool:
-    """Whether a GGUF file holds an MTP block. Raises `ModelError` for an unreadable file."""
+    """Whether a GGUF file holds an MTP block, or any part of it. Raises `ModelError` for an unreadable file."""
     from vkbackend.model.gguf import open_gguf
 
-    return any(".nextn.eh_proj." in name for name in open_gguf(path).tensors)
+    parts = [path.with_name(name) for name in part_names(path.name)]
+    return any(".nextn.eh_proj." in name for part in parts for name in open_gguf(part).tensors)
 
 
 def find_draft(path: str | Path) -> Path | None:

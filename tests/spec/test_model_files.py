@@ -8,7 +8,16 @@ import pytest
 
 from vkbackend.errors import ModelError
 from vkbackend.spec import model_files
-from vkbackend.spec.model_files import choose_draft, choose_main, file_type, find_draft, is_main_file, type_bits
+from vkbackend.spec.model_files import (
+    choose_draft,
+    choose_main,
+    file_type,
+    find_draft,
+    has_block,
+    is_main_file,
+    part_names,
+    type_bits,
+)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +64,7 @@ def test_the_deepest_shared_folder_comes_before_the_nearest_bits() -> None:
     assert choose_draft(names, "a/b/x-bf16.gguf") == "a/b/mtp-f16.gguf"
     assert choose_draft(names, "a/x-q8_0.gguf") == "a/c/mtp-q8_0.gguf"
     assert choose_draft(names, "z/x-q8_0.gguf") in names
+    assert choose_draft(["b/mtp-q8_0.gguf", "mtp-q8_0.gguf"], "x-q8_0.gguf") == "mtp-q8_0.gguf"
     assert choose_draft(["x.gguf", "mmproj.gguf"], "x.gguf") is None
 
 
@@ -89,14 +99,50 @@ NAMES = [
 
 @pytest.mark.parametrize(
     ("quant", "chosen"),
-    [("", "x-Q4_K_M.gguf"), ("q8_0", "x-Q8_0.gguf"), ("UD-Q4_K_XL", "x-UD-Q4_K_XL.gguf"), ("Q4_K_M", "x-Q4_K_M.gguf")],
+    [
+        ("", "x-Q4_K_M.gguf"),
+        ("q8_0", "x-Q8_0.gguf"),
+        ("UD-Q4_K_XL", "x-UD-Q4_K_XL.gguf"),
+        ("Q4_K_M", "x-Q4_K_M.gguf"),
+        ("q4_k", "x-Q4_K_M.gguf"),
+        ("Q8", "x-Q8_0.gguf"),
+    ],
 )
 def test_the_main_file(quant: str, chosen: str) -> None:
     assert choose_main(NAMES, quant) == chosen
 
 
 def test_the_main_file_without_the_usual_type() -> None:
-    assert choose_main(["b-Q8_0.gguf", "a-Q6_K.gguf", "mtp-a-Q4_K_M.gguf"]) == "a-Q6_K.gguf"
+    assert choose_main(["b-Q8_0.gguf", "a-Q6_K.gguf", "mtp-a-Q4_K_M.gguf"]) == "b-Q8_0.gguf"
+    assert choose_main(["b-Q5_0.gguf", "a-Q6_K.gguf", "mtp-a-Q4_K_M.gguf"]) == "a-Q6_K.gguf"
+
+
+def test_the_nearest_name_of_a_type() -> None:
+    assert choose_main(["a-Q5_K_S.gguf", "b-Q5_K_M.gguf", "c-Q5_K_L.gguf"], "Q5_K") == "b-Q5_K_M.gguf"
+    assert choose_main(["a-Q6_K_L.gguf", "b-Q6_K.gguf"], "Q6_K") == "b-Q6_K.gguf"
+    assert choose_main(["a-Q4_0.gguf", "a-Q40.gguf", "Q4_1/a.gguf"], "Q4_1") == "Q4_1/a.gguf"
+    assert choose_main(["Q8_0/a-Q4_0.gguf", "b/c-Q8_0.gguf"], "Q8_0") == "b/c-Q8_0.gguf"
+    with pytest.raises(ModelError, match="'Q4' in it; there are q5_0"):
+        choose_main(["a-Q5_0.gguf"], "Q4")
+
+
+def test_split_models() -> None:
+    parts = [f"Q8_0/x-Q8_0-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    names = [*reversed(parts), "x-Q2_K.gguf"]
+    assert choose_main(names, "q8_0") == choose_main(parts[1:]) == parts[0]
+    assert [part_names(n) for n in (*parts, "x-Q2_K.gguf")] == [parts, parts, parts, ["x-Q2_K.gguf"]]
+    drafts = ["mtp-x-Q8_0-00002-of-00002.gguf", "mtp-x-Q8_0-00001-of-00002.gguf"]
+    assert choose_draft(drafts, "x-Q8_0.gguf") == drafts[1]
+
+
+def test_the_block_of_a_split_model_is_in_its_last_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vkbackend.model import gguf
+
+    def open_part(path: Path) -> File:
+        return File("blk.8.nextn.eh_proj.weight" if "00002-of" in path.name else "blk.0.attn_norm.weight")
+
+    monkeypatch.setattr(gguf, "open_gguf", open_part)
+    assert has_block(tmp_path / "x-00001-of-00002.gguf") and not has_block(tmp_path / "x-00001-of-00001.gguf")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +150,6 @@ def test_the_main_file_without_the_usual_type() -> None:
     [
         (["mmproj.gguf", "a.txt"], "", "o/n: there is no GGUF"),
         (NAMES, "q3_k_s", "'q3_k_s'.*bf16, q4_k_m, q8_0"),
-        (["x-Q4_K_M-00001-of-00002.gguf", "x-Q4_K_M-00002-of-00002.gguf"], "", "split"),
     ],
 )
 def test_no_main_file(names: list[str], quant: str, message: str) -> None:
