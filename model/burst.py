@@ -13,13 +13,17 @@ The host reads a few integers per round and keeps the books. Rounds beyond an EO
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vkbackend.device.base import Device, Program
+from vkbackend.device.pace import Pace
 from vkbackend.errors import ContextError, DeviceError
 from vkbackend.graph import I32, Graph, Tensor, bound
 from vkbackend.model.context import Context, kv_bucket
@@ -50,6 +54,10 @@ class Burst(Protocol):
         """
         ...
 
+    def rounds(self, most: int) -> int:
+        """How many rounds, a power of two times smaller than `most`, one submission may hold on this device."""
+        ...
+
     def fits(self, n_rounds: int) -> bool:
         """Whether that many rounds stay inside the context, whatever is accepted."""
         ...
@@ -67,10 +75,14 @@ class PlainBurst:
     def __init__(self, device: Device, trunk: Trunk, context: Context) -> None:
         self._device, self._trunk, self._context = device, trunk, context
         self._programs: dict[tuple[int, int], Program] = {}
+        self._pace = Pace()
         self._last = 0
 
     def begin(self, last: int, pending_h: Floats | None) -> None:
         self._last = last
+
+    def rounds(self, most: int) -> int:
+        return _paced(self._pace, self._context, 1).most(most)
 
     def fits(self, n_rounds: int) -> bool:
         return self._context.seq_pos_max(0) + 1 + n_rounds <= self._context.n_ctx
@@ -85,7 +97,8 @@ class PlainBurst:
         self._context.submissions += 1
         feeds = {"tokens": np.array([self._last], np.int32), "step": np.array([[n_past], [0]], np.int32)}
         try:
-            chosen = self._programs[key].run(feeds)["chosen"]
+            with _timed(self._pace, n_rounds):
+                chosen = self._programs[key].run(feeds)["chosen"]
         except DeviceError as error:
             memory.seqs[0] = SequenceState()
             raise DeviceError(f"{error}; the failed burst may have overwritten sequence 0: cleared") from error
@@ -133,6 +146,7 @@ class DraftBurst:
         self._context, self._mtp_context = context, mtp_context
         self._n = n_drafts
         self._programs: dict[tuple[int, int, bool], Program] = {}
+        self._pace = Pace()
         n, n_embd = n_drafts, trunk.hp.n_embd
         self._integers = device.allocate(4 * (n + 1) + 1, I32, "draft state")
         self._rows = device.allocate((n + 1) * n_embd, label="draft hidden rows")
@@ -157,6 +171,9 @@ class DraftBurst:
         self._device.upload(self._integers, 0, integers)
         self._device.upload(self._rows, 0, hidden)
 
+    def rounds(self, most: int) -> int:
+        return _paced(self._pace, self._context, self.tokens_per_round).most(most)
+
     def fits(self, n_rounds: int) -> bool:
         # The block's catch-up writes a whole round beyond the last token.
         return self._context.seq_pos_max(0) + 1 + (n_rounds + 1) * (self._n + 1) <= self._context.n_ctx
@@ -171,7 +188,8 @@ class DraftBurst:
             self._programs[key] = self._device.compile(graph)
         self._context.submissions += 1
         try:
-            log = self._programs[key].run({"forced": self._force(n_rounds)} if forced else {})["log"]
+            with _timed(self._pace, n_rounds):
+                log = self._programs[key].run({"forced": self._force(n_rounds)} if forced else {})["log"]
         except DeviceError as error:
             memory.seqs[0], mtp_memory.seqs[0] = SequenceState(), SequenceState()
             raise DeviceError(f"{error}; the failed burst may have overwritten sequence 0: cleared") from error
@@ -234,6 +252,18 @@ def build_draft_burst(
 
 def _step(steps: Tensor, i: int) -> Tensor:
     return steps.narrow(0, i, 1).reshape(2, steps.shape[2])
+
+
+def _paced(pace: Pace, context: Context, n_steps: int) -> Pace:
+    """The pace of a burst. Before its first run a round is taken for n of the context's last run (the prompt's end)."""
+    return pace if pace.seconds else Pace(n_steps * context.last_run_s)
+
+
+@contextmanager
+def _timed(pace: Pace, n_rounds: int) -> Iterator[None]:
+    start = perf_counter()
+    yield
+    pace.note(n_rounds, perf_counter() - start)
 
 
 def _check_room(burst: Burst, memory: Memory, n_rounds: int) -> int:

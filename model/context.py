@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vkbackend.device.base import Device, Program
+from vkbackend.device.pace import Pace
 from vkbackend.errors import ContextError, DeviceError
 from vkbackend.graph import Graph
 from vkbackend.model.batch import Batch, Rows, UBatch, check_batch, split
@@ -22,6 +24,7 @@ from vkbackend.model.qwen35 import StepShape
 
 MAX_PROGRAMS = 64  # recorded shapes kept per context
 SMALLEST_KV_BOUND = 256
+FEWEST_ROWS = 32  # of a prompt in one submission, however slow the device
 LOGITS_WORDS = 16 << 20  # most logits (rows * n_vocab) that one ubatch returns
 
 Floats = NDArray[np.float32]
@@ -55,6 +58,7 @@ class Context:
         n_embd: int,
         n_ubatch: int,
         hidden: str | None,
+        pace: Pace | None = None,
     ) -> None:
         self.hidden = hidden
         self.n_ubatch = n_ubatch
@@ -65,6 +69,8 @@ class Context:
         self._n_vocab = n_vocab
         self._n_embd = n_embd
         self._programs: OrderedDict[StepShape, Program] = OrderedDict()
+        self._pace = pace or Pace()  # of rows of prompts, shared by the contexts of a model
+        self.last_run_s = 0.0  # what the last submission took
 
     # ---- decoding
 
@@ -96,7 +102,8 @@ class Context:
         logits = np.empty((0 if greedy else n_wanted, self._n_vocab), np.float32)
         argmax = np.empty(n_wanted if greedy else 0, np.int32)
         hidden = np.empty((len(rows.tokens), self._n_embd), np.float32) if self.hidden else None
-        n_ubatch = min(self.n_ubatch, max(16, LOGITS_WORDS // self._n_vocab)) if n_wanted > 16 else self.n_ubatch
+        n_ubatch = self.n_ubatch if extra else self._most_rows(len(rows.tokens))
+        n_ubatch = min(n_ubatch, max(16, LOGITS_WORDS // self._n_vocab)) if n_wanted > 16 else n_ubatch
         before = [SequenceState(s.n_past, s.first_state) for s in self._memory.seqs]
         try:
             for ubatch in split(rows.seq_ids, n_ubatch):
@@ -133,7 +140,33 @@ class Context:
         for seq in ubatch.seqs:  # from here on slots may be overwritten, also by a run that fails
             self._memory.advance(seq, ubatch.n_tokens)
         self.submissions += 1
-        return program.run(feeds)
+        start = perf_counter()
+        results = program.run(feeds)
+        self.last_run_s = perf_counter() - start
+        n_rows = len(ubatch.rows)
+        if n_rows >= FEWEST_ROWS and self.last_run_s > n_rows * self._pace.seconds:
+            # Only ever slower, or how a prompt is cut (and with it its last bits) would change from text to text.
+            self._pace.note(n_rows, self.last_run_s)
+        return results
+
+    def _most_rows(self, n_rows: int) -> int:
+        """Rows of a long batch for one submission: n_ubatch, or fewer on a GPU that is too slow for so many."""
+        if self._device.info.kind != "gpu" or n_rows <= 2 * FEWEST_ROWS or self.n_ubatch <= FEWEST_ROWS:
+            return self.n_ubatch
+        if self._pace.seconds == 0:
+            self._measure()
+        return max(FEWEST_ROWS, self._pace.most(self.n_ubatch))
+
+    def _measure(self) -> None:
+        """Runs a small batch for its time only. An empty sequence does not care what lies in its memory."""
+        seq = next((i for i, s in enumerate(self._memory.seqs) if s.n_past == 0), None)
+        if seq is None or self.n_ctx < FEWEST_ROWS:
+            return
+        program = self._program(StepShape(FEWEST_ROWS, 1, kv_bucket(FEWEST_ROWS, self.n_ctx), "none", self.hidden))
+        names = {"tokens": np.zeros(FEWEST_ROWS, np.int32), "step": np.array([[0], [seq]], np.int32)}
+        start = perf_counter()
+        program.run(names)
+        self._pace.note(FEWEST_ROWS, perf_counter() - start)
 
     def _program(self, shape: StepShape) -> Program:
         if shape in self._programs:

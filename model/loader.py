@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from vkbackend.device import Device, open_device
-from vkbackend.errors import ContextError, ModelError
+from vkbackend.device.pace import Pace
+from vkbackend.errors import ContextError, DeviceError, ModelError
 from vkbackend.model.burst import Burst, DraftBurst, PlainBurst
 from vkbackend.model.context import Context
 from vkbackend.model.gguf import GGUFFile, open_gguf
@@ -46,6 +47,8 @@ class Model:
         self.tokenizer = tokenizer
         self.n_ubatch = n_ubatch
         self.weight_bytes = weight_bytes
+        self.fallback: Callable[[], Model] | None = None  # the same on NumPy, for when an "auto" device fails
+        self._pace = Pace()
         self._loader = loader
         self._trunk = trunk
         self._mtp = mtp
@@ -94,7 +97,7 @@ class Model:
         )
         memory = Memory(self.device, shape)
         build = partial(build_trunk, self._trunk, memory)
-        return Context(self.device, memory, build, hp.n_vocab, hp.n_embd, self.n_ubatch, hidden)
+        return Context(self.device, memory, build, hp.n_vocab, hp.n_embd, self.n_ubatch, hidden, self._pace)
 
     def mtp_context(self, n_ctx: int = 4096, n_seq_max: int = 1, hidden: str = "post_norm") -> MtpContext:
         """A fresh context over the MTP block. `hidden`: the kind of hidden row that goes in and comes out."""
@@ -141,7 +144,8 @@ def load(
 
     device: a name as in `vkb.devices()`, "auto", or an open device. draft: a separate file with the MTP block.
     n_ubatch: most prompt tokens in one submission. progress: called with (done_bytes, total_bytes).
-    Raises `ModelError` naming the file and the key or tensor, or `DeviceError`.
+    With "auto", a device that fails while the weights are loaded, or later while `generate` runs, is replaced by NumPy
+    with a warning. Raises `ModelError` naming the file and the key or tensor, or `DeviceError`.
     """
     if n_ubatch < 1:
         raise ContextError(f"n_ubatch is {n_ubatch}; at least 1 is needed")
@@ -151,7 +155,31 @@ def load(
         raise ModelError(f"{path}: architecture '{hp.arch}' is not supported yet; supported: {', '.join(ARCHS)}")
     tokenizer = Tokenizer.from_gguf(file)
     opened = open_device(device) if isinstance(device, str) else device
-    loader = WeightLoader(opened)
+    replaceable = device == "auto" and opened.info.kind != "reference"
+    try:
+        model = _load_on(opened, file, hp, tokenizer, draft, n_ubatch, progress)
+    except BaseException as error:
+        if isinstance(device, str):
+            opened.close()
+        if not replaceable or not isinstance(error, DeviceError):
+            raise
+        log.warning("%s. Loading on NumPy instead", error)
+        return load(path, "numpy", draft, n_ubatch, progress)
+    if replaceable:
+        model.fallback = partial(load, path, "numpy", draft, n_ubatch)
+    return model
+
+
+def _load_on(
+    device: Device,
+    file: GGUFFile,
+    hp: HParams,
+    tokenizer: Tokenizer,
+    draft: str | Path | None,
+    n_ubatch: int,
+    progress: Callable[[int, int], None] | None,
+) -> Model:
+    loader = WeightLoader(device)
     trunk = None
     if "blk.0.attn_norm.weight" in file.tensors:
         blocks = tuple(request_block(loader, file, hp, i) for i in range(hp.n_main))
@@ -159,7 +187,7 @@ def load(
     mtp_file, mtp_hp = _mtp_source(file, hp, draft)
     mtp = request_mtp(loader, mtp_file, mtp_hp) if mtp_file is not None else None
     weight_bytes = loader.load(progress)
-    return Model(opened, hp, tokenizer, loader, trunk, mtp, n_ubatch, weight_bytes)
+    return Model(device, hp, tokenizer, loader, trunk, mtp, n_ubatch, weight_bytes)
 
 
 def _mtp_source(file: GGUFFile, hp: HParams, draft: str | Path | None) -> tuple[GGUFFile | None, HParams]:

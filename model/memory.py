@@ -16,12 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vkbackend.device.base import Buffer, Device
+from vkbackend.device.base import Buffer, Device, check_memory
 from vkbackend.errors import ContextError, DeviceError
 from vkbackend.graph import Tensor, bound
 from vkbackend.ops.delta_net_mixer import conv_ring_columns
 
 ALIGN = 64  # words
+_REMEDY = "use a smaller n_ctx, n_seq_max or n_rs_seq"
 
 
 class SeqRm(enum.Enum):
@@ -252,6 +253,7 @@ def _regions(device: Device, wanted: list[tuple[str, tuple[int, ...]]]) -> list[
             sizes.append(0)
         homes.append((len(sizes) - 1, sizes[-1]))
         sizes[-1] += need
+    check_memory(device, 4 * sum(sizes), "the KV cache and states of a context", _REMEDY)
     buffers = [device.allocate(n, label=f"context memory {i}") for i, n in enumerate(sizes)]
     return [
         bound(label, buffers[home], base, shape) for (label, shape), (home, base) in zip(wanted, homes, strict=True)

@@ -16,7 +16,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from vkbackend.device.base import Array, Buffer, Device
+from vkbackend.device.base import Array, Buffer, Device, check_memory
 from vkbackend.errors import ModelError
 from vkbackend.graph import F32, I32, Tensor, bound
 from vkbackend.model.gguf import GGUFFile, TensorInfo
@@ -172,6 +172,7 @@ class WeightLoader:
                 sizes.append(0)
             part.arena, part.base = home, sizes[home]
             sizes[home] += need
+        check_memory(self.device, 4 * sum(sizes), "the weights", "use a smaller quantisation or another device")
         arenas = [self.device.allocate(n, label=f"weight arena {i}") for i, n in enumerate(sizes)]
         done, total = 0, sum(4 * p.n_words() for p in self._parts)
         for part in self._parts:

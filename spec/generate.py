@@ -12,6 +12,7 @@ Greedy text on a GPU runs the same steps by several in one submission (vkbackend
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vkbackend.errors import ContextError
+from vkbackend.errors import ContextError, DeviceError
 from vkbackend.model.batch import Batch
 from vkbackend.spec.draft_mtp import MTPSpeculator
 from vkbackend.spec.sampling import Sampler, Sampling
@@ -30,9 +31,12 @@ from vkbackend.spec.stopping import TextAssembler
 from vkbackend.spec.verify import Choose, choose_greedy, choose_sampled, verify
 
 if TYPE_CHECKING:
+    from vkbackend.device.base import DeviceInfo
     from vkbackend.model.burst import Burst
     from vkbackend.model.context import DecodeOutput
     from vkbackend.model.loader import Model
+
+log = logging.getLogger("vkbackend")
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,24 @@ class Session:
     """
 
     def __init__(self, model: Model, spec: SpeculatorSettings | None = None, n_ctx: int = 4096) -> None:
+        self._spec, self._n_ctx = spec, n_ctx
+        self._open(model)
+
+    def _open(self, model: Model) -> None:
+        spec, n_ctx = self._spec, self._n_ctx
         self.model = model
         self.speculator = spec.start(model, n_ctx) if spec else None
         hidden, n_rs_seq = (spec.hidden, spec.n_max) if spec else (None, 0)
         self.context = model.context(n_ctx=n_ctx, n_rs_seq=n_rs_seq, hidden=hidden)
         self.burst = self._make_burst()
+
+    def fall_back(self, error: DeviceError) -> bool:
+        """Goes on with NumPy where a device failed that "auto" had chosen; the contexts are new and empty then."""
+        if self.model.fallback is None:
+            return False
+        log.warning("%s. Going on with NumPy", error)
+        self._open(self.model.fallback())
+        return True
 
     def _make_burst(self) -> Burst | None:
         if self.speculator is None:
@@ -112,6 +129,11 @@ class TextStream:
         self._in_bursts = False  # the burst's own state is ahead of the speculator's
         self._pieces = self._run()
 
+    @property
+    def device(self) -> DeviceInfo:
+        """Where the text is made, which changes when an "auto" device fails."""
+        return self._session.model.device.info
+
     def __iter__(self) -> Iterator[str]:
         return self
 
@@ -146,7 +168,7 @@ class TextStream:
                 return
             start, device_s = perf_counter(), stats.device_s
             piece = ""
-            for n_drafts, chosen in self._burst() or [self._step()]:
+            for n_drafts, chosen in self._rounds():
                 stats.steps += 1
                 if n_drafts:
                     stats.count_drafts(n_drafts, len(chosen) - 1)
@@ -157,11 +179,32 @@ class TextStream:
 
     def _first(self) -> list[int]:
         """Decodes the prompt and chooses the token after it."""
+        try:
+            out = self._read(self._history)
+        except DeviceError as error:
+            if not self._session.fall_back(error):
+                raise
+            out = self._read(self._history)
+        return verify([], self._recent(), self._choose(out))
+
+    def _rounds(self) -> list[tuple[int, list[int]]]:
+        """The next rounds, of a burst or one: (drafts, chosen tokens) of each."""
+        try:
+            return self._burst() or [self._step()]
+        except DeviceError as error:  # raised before anything was chosen
+            if not self._session.fall_back(error):
+                raise
+            self._in_bursts = False
+            self._read(self._history[:-1])
+            return [self._step()]
+
+    def _read(self, prompt: Sequence[int]) -> DecodeOutput:
+        """Decodes tokens from the start, and the speculator follows."""
         session = self._session
         session.context.clear()
         if session.speculator:
             session.speculator.clear()
-        prompt, n = self._history, session.model.n_ubatch
+        n = session.model.n_ubatch
         for at in range(0, len(prompt), n):  # by pieces: hidden rows of a long prompt are large
             chunk = prompt[at : at + n]
             last = at + n >= len(prompt)
@@ -170,7 +213,7 @@ class TextStream:
             out = session.context.decode_batch(batch, greedy=self._greedy)
             if session.speculator:
                 session.speculator.process(batch, out.hidden)
-        return verify([], self._recent(), self._choose(out))
+        return out
 
     def _burst(self) -> list[tuple[int, list[int]]]:
         """Rounds of greedy decoding in one submission: (drafts, chosen tokens) of each; none if not possible."""
@@ -179,7 +222,7 @@ class TextStream:
             return []
         per_round = max(1.0, self.stats.tokens_per_step or burst.tokens_per_round)
         wanted = ceil((self._max_tokens - len(self.tokens)) / per_round)
-        n_rounds = 1 << (min(session.model.device.max_burst, wanted).bit_length() - 1)
+        n_rounds = 1 << (min(burst.rounds(session.model.device.max_burst), wanted).bit_length() - 1)
         while n_rounds > 1 and not burst.fits(n_rounds):
             n_rounds //= 2
         if not burst.fits(n_rounds):

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             print(piece, end="", flush=True)
         print(flush=True)
     result = pieces.result()
-    info = model.device.info
+    info = pieces.device
     device = f"{info.name} ({info.description})"
     if args.stats or sys.stderr.isatty():
         print(*result.stats.lines(device), sep="\n", file=sys.stderr)

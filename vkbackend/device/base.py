@@ -125,6 +125,11 @@ class Device(Protocol):
         """Bytes that the buffers and regions of this device take now."""
         ...
 
+    @property
+    def free_bytes(self) -> int | None:
+        """Bytes that can still be allocated, as far as the system says; None where it says nothing."""
+        ...
+
     def allocate(self, n_words: int, dtype: str = F32, label: str = "") -> Buffer:
         """Memory that outlives graphs. Contents are undefined. Raises `DeviceError` when it does not fit."""
         ...
@@ -169,4 +174,13 @@ def check_range(device: str, buffer: Buffer, offset: int, n_words: int) -> None:
     if offset < 0 or n_words < 0 or offset + n_words > buffer.n_words:
         raise DeviceError(
             f"{device}: words [{offset}, {offset + n_words}) are outside a buffer of {buffer.n_words} words"
+        )
+
+
+def check_memory(device: Device, n_bytes: int, what: str, remedy: str) -> None:
+    """Raises `DeviceError` when something is larger than the memory that is known to be free."""
+    free = device.free_bytes
+    if free is not None and n_bytes > free:
+        raise DeviceError(
+            f"{device.info.name} ({device.info.description}): {what} need {n_bytes} bytes, {free} are free; {remedy}"
         )

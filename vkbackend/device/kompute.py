@@ -120,6 +120,11 @@ class KomputeDevice:
         """Bytes of the tensors that this device holds now; host copies are not counted."""
         return sum(self._sizes.values())
 
+    @property
+    def free_bytes(self) -> int | None:
+        """What was free when the device was opened, less what it holds now: Kompute itself does not know."""
+        return max(0, self.info.memory_free - self.allocated_bytes) if self.info.memory_free else None
+
     def allocate(self, n_words: int, dtype: str = F32, label: str = "") -> KomputeBuffer:
         check_allocation(n_words, label, self.info)
         # np.empty only reserves address space: Kompute reads the size of this array, not its contents.

@@ -45,6 +45,7 @@ class NullDevice:
 
     holds_packed_weights = True
     max_burst = 16
+    free_bytes: int | None = None
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.info = DeviceInfo("null", "records, runs nothing", "reference", limits or Limits())

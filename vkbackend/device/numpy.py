@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -45,6 +46,16 @@ class NumpyDevice:
     def allocated_bytes(self) -> int:
         """Bytes of the buffers that are still held."""
         return sum(b.data.nbytes for b in list(self._buffers))
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Memory that the system can give without swapping (Linux): what is overdrawn here ends the process."""
+        try:
+            lines = Path("/proc/meminfo").read_text().splitlines()
+        except OSError:
+            return None
+        found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+        return found[0] if found else None
 
     def _dtype(self, dtype: str) -> np.dtype[Any]:
         if dtype == F32:

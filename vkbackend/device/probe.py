@@ -122,7 +122,7 @@ def _describe(vk: Any, instance: Any, handle: Any, name: str) -> PhysicalDevice:
         subgroup_size = int(subgroup.subgroupSize)
         operations, stages = int(subgroup.supportedOperations), int(subgroup.supportedStages)
         optional = supported(vk, instance, handle, version, extensions)
-    memory, free = _local_memory(vk, handle, extensions)
+    memory, free = local_memory(vk, handle, extensions)
     need = _SUBGROUP_BASIC | _SUBGROUP_SHUFFLE
     limits = Limits(
         max_push_bytes=int(raw.maxPushConstantsSize),
@@ -169,7 +169,7 @@ def _properties_1_1(vk: Any, handle: Any, version: tuple[int, int], extensions: 
     return subgroup, min([_MAX_BUFFER, *(size for size in sizes if size)])
 
 
-def _local_memory(vk: Any, handle: Any, extensions: frozenset[str]) -> tuple[int, int]:
+def local_memory(vk: Any, handle: Any, extensions: frozenset[str]) -> tuple[int, int]:
     """(bytes of the largest device-local heap, bytes this process may still use of it, or 0 when unknown)."""
     memory = vk.vkGetPhysicalDeviceMemoryProperties(handle)
     local = [i for i in range(memory.memoryHeapCount) if memory.memoryHeaps[i].flags & _HEAP_LOCAL]

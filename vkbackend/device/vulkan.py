@@ -14,7 +14,7 @@ from typing import Any
 
 from vkbackend.device.base import Array, Buffer, DeviceInfo, Words
 from vkbackend.device.dispatching import Command, DispatchProgram, HostRegion, RegionPool, check_allocation
-from vkbackend.device.probe import uses_subgroups
+from vkbackend.device.probe import local_memory, uses_subgroups
 from vkbackend.device.vulkan_memory import HOST, USE, WORK, Memory, VulkanBuffer, VulkanHostRegion, as_words
 from vkbackend.device.vulkan_pipelines import DescriptorSet, Pipeline, PipelineKey, Pipelines
 from vkbackend.device.vulkan_session import Job, Session
@@ -85,6 +85,13 @@ class VulkanDevice:
     def allocated_bytes(self) -> int:
         """Bytes of device and host memory that this device holds now."""
         return self.memory.n_bytes
+
+    @property
+    def free_bytes(self) -> int | None:
+        """What this process may still take of the device's memory (VK_EXT_memory_budget)."""
+        session = self.session
+        session.require_usable()
+        return local_memory(session.vk, session.physical, session.found.extensions)[1] or None
 
     def allocate(self, n_words: int, dtype: str = F32, label: str = "") -> VulkanBuffer:
         check_allocation(n_words, label, self.info)
