@@ -16,6 +16,7 @@ from vkbackend.device.base import Array, Buffer, DeviceInfo, Words, check_range
 from vkbackend.device.copy import COPY_WORDS, FILL_WORDS, GRID
 from vkbackend.device.dispatching import Command, DispatchProgram, HostRegion, RegionPool, check_allocation
 from vkbackend.device.probe import uses_subgroups, vulkan_devices
+from vkbackend.device.shared_memory import check_shared
 from vkbackend.errors import DeviceError
 from vkbackend.graph import F32, Graph
 from vkbackend.ops.op import Kernel
@@ -224,6 +225,7 @@ class KomputeDevice:
         key = (kernel, tuple(id(t) for t in tensors), spec, groups, len(push))
         found = self._algorithms.get(key)
         if found is None:
+            check_shared(kernel, self.subgroups, spec, self.info)
             try:
                 # Both arrays must be uint32: Kompute reads the push constants with the spec constants' type.
                 algorithm = self._manager.algorithm(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vkbackend.device.shared_memory import check_shared
 from vkbackend.device.vulkan_memory import VulkanBuffer
 from vkbackend.device.vulkan_session import Session
 from vkbackend.errors import DeviceError
@@ -73,6 +74,7 @@ class Pipelines:
         """Makes the missing pipelines, several at once: drivers take 10 to 100 ms for each."""
         missing = [key for key in dict.fromkeys(keys) if key not in self._pipelines]
         for key in missing:  # layouts first, here: only the compilation runs in threads
+            check_shared(key.kernel, self._subgroups, key.spec, self._session.info)
             self._layout(key)
         if len(missing) > 1:
             with ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1)) as pool:
