@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import platform
 import secrets
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vkbackend.cli.common import Commands, add_command, add_device, add_json, print_json, table
 from vkbackend.errors import VkBackendError
 
 if TYPE_CHECKING:
-    from vkbackend.device.base import Device
+    from vkbackend.device.base import Device, DeviceInfo
     from vkbackend.ops.op import Op
 
 VARIANTS = ("subgroup", "shared", "both")
@@ -30,6 +32,11 @@ class Result:
     ok: bool
     problem: str
 
+    @property
+    def share(self) -> float:
+        """How much of what is allowed was used: 1 is the limit."""
+        return self.nmse / self.max_nmse
+
 
 def add(commands: Commands) -> None:
     parser = add_command(commands, "test-ops", run, "Tests every operation on a device against the NumPy reference.")
@@ -42,30 +49,41 @@ def add(commands: Commands) -> None:
         help="kernels with subgroup operations, with shared memory only, or both",
     )
     parser.add_argument("--seed", type=int, default=None, metavar="N", help="of the random inputs (default: a new one)")
+    files = parser.add_mutually_exclusive_group()
+    files.add_argument("--repro", type=Path, metavar="FILE", help="write the worst failing case there, with its inputs")
+    files.add_argument("--replay", type=Path, metavar="FILE", help="run the case of a --repro file with its inputs")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from vkbackend.cli import UsageError
 
+    if args.replay is not None:
+        return _replay(args)
     if args.seed is not None and args.seed < 0:
         raise UsageError(f"--seed is {args.seed}; 0 or more is needed")
     seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
     ops = _choose(args.op)
     results: list[Result] = []
-    described = ""
+    infos: list[DeviceInfo] = []
     for variant, device in _open(args.device, args.variant):
-        described = f"{device.info.name} ({device.info.description})"
+        infos.append(device.info)
         try:
             for op in ops:
                 results += _run_op(op, device, variant, seed)
         finally:
             device.close()
+    results.sort(key=lambda r: (r.ok, -r.share))
     failed = [r for r in results if not r.ok]
+    info = infos[0]
+    described = f"{info.name} ({info.description})"
+    if args.repro is not None and failed:
+        _write_repro(args, failed[0], seed)
     if args.json:
         print_json(
             {
                 "device": described,
+                "info": asdict(info),
                 "seed": seed,
                 "passed": len(results) - len(failed),
                 "failed": len(failed),
@@ -73,8 +91,9 @@ def run(args: argparse.Namespace) -> int:
             }
         )
         return 1 if failed else 0
-    print(f"{described}, seed {seed}")
+    print(*_about(info), f"seed {seed}", sep="\n")
     print(_summary(results))
+    print(_worst(results))
     for r in failed:
         why = r.problem or f"NMSE {r.nmse:.3g}, allowed {r.max_nmse:.3g}"
         print(f"FAILED {r.op} [{r.variant}] {r.case}: {why}")
@@ -82,10 +101,59 @@ def run(args: argparse.Namespace) -> int:
     if failed:
         print(
             f"vkbackend test-ops: {len(failed)} of {len(results)} cases failed on {described}; "
-            f"repeat with --seed {seed}",
+            f"repeat with --seed {seed}" + (f", inputs are in {args.repro}" if args.repro else ""),
             file=sys.stderr,
         )
+    elif args.repro is not None:
+        print(f"nothing failed: {args.repro} was not written")
     return 1 if failed else 0
+
+
+def _about(info: DeviceInfo) -> list[str]:
+    """The device, its driver and its limits, as a bug report needs them."""
+    from vkbackend import __version__
+
+    limits = info.limits
+    lines = [f"{info.name} ({info.description}), vkbackend {__version__}, Python {platform.python_version()}"]
+    if info.api_version:
+        lines.append(f"Vulkan {info.api_version}, driver {info.driver}, {platform.platform()}")
+        lines.append(
+            f"limits: push {limits.max_push_bytes} bytes, shared {limits.max_shared_bytes} bytes, "
+            f"{limits.max_invocations} invocations, workgroups {'x'.join(map(str, limits.max_groups))}, "
+            f"range {limits.max_storage_range} bytes, subgroup {limits.subgroup_size}"
+        )
+    return lines
+
+
+def _write_repro(args: argparse.Namespace, failed: Result, seed: int) -> None:
+    from vkbackend.repro import write_repro
+
+    op = _choose([failed.op])[0]
+    case = next(c for c in op.cases() if c.label == failed.case)
+    for variant, device in _open(args.device, failed.variant if failed.variant in VARIANTS else "both"):
+        try:
+            write_repro(args.repro, op.name, case, device, variant, seed)
+        except VkBackendError as error:  # the case can not even run: there are no results to write
+            print(f"{args.repro} was not written: {error}", file=sys.stderr)
+        finally:
+            device.close()
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from vkbackend.repro import read_repro, replay
+
+    repro = read_repro(args.replay)
+    bad = 0
+    for variant, device in _open(args.device, args.variant):
+        try:
+            r = replay(repro, device)
+        finally:
+            device.close()
+        bad += not r.ok
+        print(*_about(device.info), sep="\n")
+        verdict = "passed" if r.ok else f"FAILED {r.problem}".strip()
+        print(f"{repro.op} [{variant}] {r.label}: {verdict}, NMSE {r.nmse:.3g}, allowed {r.max_nmse:.3g}")
+    return 1 if bad else 0
 
 
 def _choose(names: list[str] | None) -> list[Op]:
@@ -148,6 +216,13 @@ def _run_op(op: Op, device: Device, variant: str, seed: int) -> list[Result]:
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     return results
+
+
+def _worst(results: list[Result], n: int = 5) -> str:
+    rows = [["WORST CASES", "VARIANT", "NMSE", "ALLOWED", "CASE"]]
+    for r in results[:n]:
+        rows.append([r.op, r.variant, f"{r.nmse:.2e}", f"{r.max_nmse:.0e}", r.case])
+    return table(rows)
 
 
 def _summary(results: list[Result]) -> str:

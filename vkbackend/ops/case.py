@@ -7,7 +7,7 @@ state that the graph could have written, unwritten (poisoned) places included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -99,8 +99,12 @@ class CaseResult:
 
 def run_case(case: Case, device: Device, seed: int) -> CaseResult:
     """Runs a case on a device and on the float64 reference with the same random numbers."""
-    want = _run(case, NumpyDevice(np.float64), seed)
-    got = _run(case, device, seed)
+    want = run_built(case, CaseBuilder(NumpyDevice(np.float64), np.random.default_rng(seed)))
+    return compare(case, run_built(case, CaseBuilder(device, np.random.default_rng(seed))), want)
+
+
+def compare(case: Case, got: Mapping[str, Array], want: Mapping[str, Array]) -> CaseResult:
+    """Judges a device's results and states by the reference's."""
     worst = 0.0
     for name, reference in want.items():
         result = got[name]
@@ -119,8 +123,9 @@ def run_case(case: Case, device: Device, seed: int) -> CaseResult:
     return CaseResult(case.label, worst, case.max_nmse)
 
 
-def _run(case: Case, device: Device, seed: int) -> dict[str, Array]:
-    builder = CaseBuilder(device, np.random.default_rng(seed))
+def run_built(case: Case, builder: CaseBuilder) -> dict[str, Array]:
+    """Builds a case with this builder and runs it; every output and state by name."""
+    device = builder.device
     case.build(builder)
     results = dict(device.compile(builder.graph, poison=True).run(builder.feeds))
     for name, buffer, n in builder.states:
