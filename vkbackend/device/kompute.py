@@ -5,6 +5,7 @@ Nothing outside this module touches Kompute memory. What was measured and worked
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -111,6 +112,7 @@ class KomputeDevice:
         self._sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # tensor -> bytes
         self.pool = RegionPool(self)
         self._staging: KomputeHostRegion | None = None
+        self._staging_lock = threading.Lock()  # a thread fills it, copies, and reads it in one turn
         self._barrier = self._manager.tensor_t(np.zeros(1, np.uint32), kp.TensorTypes.device)
         self._self_test()
 
@@ -139,20 +141,22 @@ class KomputeDevice:
     def upload(self, buffer: Buffer, offset: int, data: Array) -> None:
         words = np.ascontiguousarray(data).reshape(-1).view(np.uint32)
         check_range(self.info.name, buffer, offset, words.size)
-        staging = self._get_staging()
-        for start in range(0, words.size, staging.n_words):
-            part = words[start : start + staging.n_words]
-            staging.words[: part.size] = part
-            self._eval(COPY_WORDS, [staging, buffer], (0, offset + start, part.size))
+        with self._staging_lock:
+            staging = self._get_staging()
+            for start in range(0, words.size, staging.n_words):
+                part = words[start : start + staging.n_words]
+                staging.words[: part.size] = part
+                self._eval(COPY_WORDS, [staging, buffer], (0, offset + start, part.size))
 
     def download(self, buffer: Buffer, offset: int, n_words: int) -> Words:
         check_range(self.info.name, buffer, offset, n_words)
-        staging = self._get_staging()
         out = np.empty(n_words, np.uint32)
-        for start in range(0, n_words, staging.n_words):
-            n = min(staging.n_words, n_words - start)
-            self._eval(COPY_WORDS, [buffer, staging], (offset + start, 0, n))
-            out[start : start + n] = staging.words[:n]
+        with self._staging_lock:
+            staging = self._get_staging()
+            for start in range(0, n_words, staging.n_words):
+                n = min(staging.n_words, n_words - start)
+                self._eval(COPY_WORDS, [buffer, staging], (offset + start, 0, n))
+                out[start : start + n] = staging.words[:n]
         return out
 
     def fill(self, buffer: Buffer, offset: int, n_words: int, word: int) -> None:
