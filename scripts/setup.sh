@@ -64,6 +64,7 @@ if command -v dpkg-query >/dev/null; then
             say "install them, then run this again: sudo apt-get install ${missing[*]}"
             exit 1
         fi
+        missing+=(vulkan-validationlayers) # tests run under it where it is there; nothing else needs it
         say "installing with apt: ${missing[*]}"
         export DEBIAN_FRONTEND=noninteractive
         apt-get update -qq || say "apt-get update failed, going on with the package lists at hand"
