@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from vkbackend.device import open_device
 from vkbackend.device.base import Limits
 from vkbackend.device.null import NullDevice
+from vkbackend.errors import DeviceError
 from vkbackend.graph import Graph
 from vkbackend.ops import all_ops
 from vkbackend.ops.case import CaseBuilder
@@ -53,6 +55,15 @@ def test_memory_is_sizes_only() -> None:
     device.upload(buffer, 3, np.ones(2, np.float32))
     device.fill(buffer, 0, 9, 1)
     device.copy(buffer, 0, buffer, 9, 3)
+    assert device.allocated_bytes == 4 << 24
+    for call in (
+        lambda: device.upload(buffer, 1 << 24, np.ones(1, np.float32)),
+        lambda: device.download(buffer, -1, 5),
+        lambda: device.fill(buffer, 5, 1 << 24, 0),
+        lambda: device.copy(buffer, 0, buffer, (1 << 24) - 1, 2),
+    ):
+        with pytest.raises(DeviceError, match="outside a buffer of 16777216 words"):
+            call()
     assert device.download(buffer, 0, 5).tolist() == [0] * 5
     assert not hasattr(buffer, "_words")
     device.close()

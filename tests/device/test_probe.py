@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vkbackend.device import probe
+from vkbackend.device import devices, note, open_device, probe
 from vkbackend.device.base import DeviceInfo, Features, Limits
 from vkbackend.device.kompute import KomputeDevice
 from vkbackend.device.probe import PhysicalDevice, create_instance, load_vulkan, uses_subgroups, vulkan_devices
@@ -125,3 +126,48 @@ def test_limits_that_a_driver_does_not_know_are_not_taken_as_zero() -> None:
 
     assert probe._properties_1_1(Answers(), None, (1, 3), frozenset())[1] == 1 << 30
     assert probe._properties_1_1(Answers(), None, (1, 1), frozenset())[1] == probe._MAX_BUFFER
+
+
+def info(kind: str, name: str = "vulkan:0") -> DeviceInfo:
+    return replace(SOME_INFO, kind=kind, name=name, description=f"some {kind}")
+
+
+@pytest.mark.parametrize(
+    ("used", "found", "says"),
+    [
+        (info("gpu"), [], r"^$"),
+        (info("cpu"), [info("cpu")], r"vulkan:0 is a CPU driver, not a GPU \(some cpu\).*--device numpy"),
+        (info("reference", "numpy"), [], r"on NumPy: no GPU was found; install"),
+        (info("reference", "numpy"), [info("cpu")], r"no GPU was found, only CPU drivers \(some cpu\); install"),
+        (info("reference", "numpy"), [info("cpu"), info("gpu", "vulkan:1")], r"though vulkan:1 \(some gpu\) is there"),
+        (info("reference", "numpy"), None, r"on NumPy: no Vulkan loader here"),
+    ],
+)
+def test_what_is_noted_of_the_device_in_use(
+    used: DeviceInfo, found: list[DeviceInfo] | None, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listed(prefix: str) -> list[PhysicalDevice]:
+        if found is None:
+            raise DeviceError("no Vulkan loader here")
+        return [replace(vulkan_devices_stub(Limits()), info=i) for i in found]
+
+    monkeypatch.setattr(probe, "vulkan_devices", listed)
+    assert re.search(says, note(used))
+
+
+@pytest.mark.parametrize("kind", ["kompute", "vulkan"])
+def test_a_loader_without_devices(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named, it is an error that says what to install; "auto" takes NumPy."""
+    monkeypatch.setattr(probe, "physical_devices", lambda vk, instance: [])
+    monkeypatch.setattr("vkbackend.device.vulkan_session.physical_devices", lambda vk, instance: [])
+    with pytest.raises(DeviceError, match=rf"{kind}:0: there is no such Vulkan device; found 0: none, install"):
+        open_device(f"{kind}:0")
+    opened = open_device("auto")
+    assert opened.info.name == "numpy" and [d.name for d in devices()] == ["numpy"]
+
+
+def test_auto_without_a_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vulkan", None)
+    assert open_device("auto").info.name == "numpy"
+    with pytest.raises(DeviceError, match=r"no Vulkan loader here .*make setup"):
+        open_device("kompute:0")

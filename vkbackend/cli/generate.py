@@ -62,6 +62,7 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from vkbackend.cli import UsageError
+    from vkbackend.device import note
     from vkbackend.spec.generate import check_max_tokens, stream
     from vkbackend.spec.sampling import Sampling
     from vkbackend.spec.stopping import check_stop
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     info = pieces.device
     device = f"{info.name} ({info.description})"
     if args.stats or sys.stderr.isatty():
-        print(*result.stats.lines(device), sep="\n", file=sys.stderr)
+        print(*result.stats.lines(device), *filter(None, [note(info)]), sep="\n", file=sys.stderr)
     if args.json:
         print_json(
             {

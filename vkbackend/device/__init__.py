@@ -9,7 +9,7 @@ from vkbackend.device.base import Buffer, Device, DeviceInfo, Limits, Program
 from vkbackend.device.numpy import NumpyDevice
 from vkbackend.errors import DeviceError
 
-__all__ = ["Buffer", "Device", "DeviceInfo", "Limits", "Program", "devices", "open_device"]
+__all__ = ["Buffer", "Device", "DeviceInfo", "Limits", "Program", "devices", "note", "open_device"]
 
 
 def devices() -> list[DeviceInfo]:
@@ -59,6 +59,25 @@ def open_device(name: str = "auto") -> Device:
 
         return VulkanDevice(int(index or 0))
     raise DeviceError(f"device '{name}' is unknown; use auto, kompute:N, vulkan:N or numpy (see: vkbackend devices)")
+
+
+def note(info: DeviceInfo) -> str:
+    """What a user should know of the device in use, empty for a GPU: that it is none, why, and what to do."""
+    from vkbackend.device.probe import vulkan_devices
+
+    if info.kind == "gpu":
+        return ""
+    if info.kind == "cpu":
+        return f"{info.name} is a CPU driver, not a GPU ({info.description}); NumPy is often faster: --device numpy"
+    try:
+        found = vulkan_devices("vulkan")
+    except DeviceError as error:
+        return f"running on NumPy: {error}"
+    gpus = [d.info for d in found if d.info.kind == "gpu"]
+    if gpus:
+        return f"running on NumPy, though {gpus[0].name} ({gpus[0].description}) is there"
+    cpus = f", only CPU drivers ({', '.join(d.info.description for d in found)})" if found else ""
+    return f"running on NumPy: no GPU was found{cpus}; install your GPU's Vulkan driver if there is one"
 
 
 def _auto() -> Device:
