@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 import vkbackend.device as devices_module
-from vkbackend.device import DeviceInfo, Limits, devices, open_device, vulkan_memory
+from vkbackend.device import DeviceInfo, Limits, devices, open_device, vulkan_memory, vulkan_session
 from vkbackend.device.base import Buffer, Device
 from vkbackend.device.copy import COPY_WORDS, FILL_WORDS
 from vkbackend.device.dispatching import Command
@@ -366,6 +367,39 @@ def test_a_lost_device_says_so(device: VulkanDevice, function: str) -> None:
     for call in calls:
         with pytest.raises(DeviceError, match="was lost earlier"):
             call()
+
+
+@pytest.mark.parametrize("kind", ["gpu", "cpu"])
+def test_a_device_that_hangs_is_given_up(device: VulkanDevice, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's submission has a time limit; a CPU driver's has none. Nothing waits for it afterwards, nor does close()."""
+    session, lib = device.session, device.session.lib
+    buffer = device.allocate(8)
+    recording = recorded(device, [[fill_command(buffer, 0, 8, 1)]])
+    recording.run()
+    waits: list[int] = []
+
+    def never(*args: Any) -> int:
+        waits.append(1)
+        return 2 if kind == "gpu" or len(waits) < 20 else int(lib.vkWaitForFences(*args))
+
+    def fail(*_: Any) -> int:
+        raise AssertionError("waited for a device that hangs")
+
+    monkeypatch.setattr(vulkan_session, "WAIT_LIMIT_S", 0.0)
+    monkeypatch.setattr(session, "info", replace(session.info, kind=kind))
+    if kind == "cpu":
+        session.lib = Faulty(lib, vkWaitForFences=never)
+        recording.run()
+        assert len(waits) == 20
+        return
+    session.lib = Faulty(lib, vkWaitForFences=never, vkQueueWaitIdle=fail, vkDeviceWaitIdle=fail)
+    with pytest.raises(DeviceError, match=r"did not finish within 0 s; the device hangs.*smaller n_ubatch"):
+        recording.run()
+    for call in (recording.run, lambda: device.download(buffer, 0, 8)):
+        with pytest.raises(DeviceError, match="hung earlier"):
+            call()
+    lib.vkDeviceWaitIdle(session.device)  # it does not hang really; only close() must not count on that
+    device.close()
 
 
 def test_too_many_bindings_are_refused(device: VulkanDevice) -> None:

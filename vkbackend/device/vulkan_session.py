@@ -10,6 +10,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
 from vkbackend.device.base import DeviceInfo
@@ -17,6 +18,7 @@ from vkbackend.device.probe import PhysicalDevice, create_instance, load_vulkan,
 from vkbackend.errors import DeviceError
 
 WAIT_SLICE_NS = 20_000_000  # Python sees Ctrl-C between two slices; the thread sleeps within one
+WAIT_LIMIT_S = 120.0  # of a submission on a GPU: it should take less than one; CPU drivers may take what they need
 _SUCCESS, _TIMEOUT, _DEVICE_LOST = 0, 2, -4
 _QUEUE_COMPUTE = 0x2
 _ALSO_ENABLED = ("VK_KHR_portability_subset", "VK_EXT_memory_budget")
@@ -47,6 +49,7 @@ class Session:
         self.ffi, self.lib = vk.ffi, vk.lib
         self.lock = threading.RLock()
         self._problem = ""
+        self._hangs = False
         self._in_flight: set[Job] = set()
         self._cleanups: dict[int, Callable[[], None]] = {}
         self._keys = itertools.count()
@@ -168,6 +171,8 @@ class Session:
     def close(self) -> None:
         """Waits for the device and destroys everything. May be called again."""
         with self.lock:
+            if self._hangs:
+                self._cleanups.clear()  # waiting would last for ever, and what the device may still use can not go
             if hasattr(self, "device") and self._cleanups:
                 self.lib.vkDeviceWaitIdle(self.device)
             self._problem = "is closed; open it again"
@@ -197,8 +202,16 @@ class Session:
     def finish(self, job: Job) -> None:
         """Waits for a submitted job."""
         wait, device, fences = self.lib.vkWaitForFences, self.device, job.fences
+        start = monotonic()
         code = wait(device, 1, fences, 1, WAIT_SLICE_NS)
         while code == _TIMEOUT:
+            if self.info.kind == "gpu" and monotonic() - start > WAIT_LIMIT_S:
+                self._hangs = True
+                self._problem = "hung earlier; end this process before it is used again"
+                raise DeviceError(
+                    f"{self._name()}: a submission did not finish within {WAIT_LIMIT_S:g} s; the device hangs. Use a "
+                    "smaller n_ubatch, and report it with the output of: vkbackend test-ops"
+                )
             code = wait(device, 1, fences, 1, WAIT_SLICE_NS)
         if code:  # the job may still run: `settle` or `close` waits for it
             raise self.error(code, "waiting for submitted work")
