@@ -371,7 +371,7 @@ def test_a_lost_device_says_so(device: VulkanDevice, function: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gpu", "cpu"])
 def test_a_device_that_hangs_is_given_up(device: VulkanDevice, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's submission has a time limit; a CPU driver's has none. Nothing waits for it afterwards, nor does close()."""
+    """Only a GPU gets a time limit; nothing waits for it afterwards, nor does close()."""
     session, lib = device.session, device.session.lib
     buffer = device.allocate(8)
     recording = recorded(device, [[fill_command(buffer, 0, 8, 1)]])
