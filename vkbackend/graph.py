@@ -32,6 +32,7 @@ class Role(enum.Enum):
     TEMP = "temp"  # placed by the scheduler in the activation arena, alive between two levels
     INPUT = "input"  # written by the host before every run
     OUTPUT = "output"  # read by the host after every run
+    COUNTER = "counter"  # zero when a run starts; a dispatch leaves it zero again
     BOUND = "bound"  # weights and state: a region of a device buffer that outlives the graph
 
 

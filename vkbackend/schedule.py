@@ -5,7 +5,8 @@
    byte ranges of the same storage where at least one side writes; dispatches of one stage never conflict.
    Barriers are needed between levels only.
 3. Temporaries are packed into one arena: two storages may share words when the level ranges in which they live
-   do not meet. As lifetimes are counted in levels, sharing can not create a new hazard.
+   do not meet. As lifetimes are counted in levels, sharing can not create a new hazard. Counters lie behind the
+   inputs, packed in the same way: programs zero them together with writing the inputs.
 
 The result is plain data (`Plan`); devices turn it into their own commands.
 """
@@ -40,13 +41,14 @@ class Launch:
 
 @dataclass(frozen=True)
 class Plan:
-    """Levels of launches (a barrier between two levels), the sizes of the program's own regions in words, and
-    the word offset of every input and output in its region."""
+    """Levels of launches (a barrier between two levels), the sizes of the program's own regions in words, the
+    word offset of every input and output in its region, and the words of the inputs that are counters."""
 
     levels: list[list[Launch]]
     n_words: dict[str, int]
     inputs: dict[str, tuple[int, Tensor]]
     outputs: dict[str, tuple[int, Tensor]]
+    counters: range
 
 
 @dataclass
@@ -93,6 +95,7 @@ def plan(graph: Graph, limits: Limits) -> Plan:
         n_words=place.n_words,
         inputs={name: (place.of(t)[1], t) for name, t in graph.inputs.items()},
         outputs={name: (place.of(t)[1], t) for name, t in graph.outputs.items()},
+        counters=place.counters,
     )
 
 
@@ -160,7 +163,10 @@ class _Placement:
         for tensor in graph.outputs.values():
             if id(tensor.storage) not in self._where:
                 self._append(OUTPUTS, tensor.storage)
-        self._pack(life for life in lives.values() if life.storage.role is Role.TEMP)
+        self._pack(ARENA, (life for life in lives.values() if life.storage.role is Role.TEMP))
+        first = self.n_words[INPUTS]
+        self._pack(INPUTS, (life for life in lives.values() if life.storage.role is Role.COUNTER))
+        self.counters = range(first, self.n_words[INPUTS])
 
     def of(self, tensor: Tensor) -> tuple[Place, int]:
         """The buffer or region a tensor is in, and its first word there."""
@@ -177,20 +183,21 @@ class _Placement:
         self._where[id(storage)] = (region, self.n_words[region])
         self.n_words[region] += _aligned(storage.n_words)
 
-    def _pack(self, lives: Iterable[_Life]) -> None:
+    def _pack(self, region: str, lives: Iterable[_Life]) -> None:
         """First fit by size: large storages first, each at the lowest place free during its whole life."""
+        base = self.n_words[region]
         placed: list[tuple[int, int, _Life]] = []
         for life in sorted(lives, key=lambda x: (-x.storage.n_words, x.first)):
             size = _aligned(life.storage.n_words)
             busy = sorted((s, e) for s, e, other in placed if other.first <= life.last and life.first <= other.last)
-            start = 0
+            start = base
             for s, e in busy:
                 if start + size <= s:
                     break
                 start = max(start, e)
             placed.append((start, start + size, life))
-            self._where[id(life.storage)] = (ARENA, start)
-            self.n_words[ARENA] = max(self.n_words[ARENA], start + size)
+            self._where[id(life.storage)] = (region, start)
+            self.n_words[region] = max(self.n_words[region], start + size)
 
 
 def _aligned(n_words: int) -> int:

@@ -20,7 +20,6 @@ IDS = [f"{op.name}: {case.label}" for op, case in CASES]
 
 # Where one dispatch of several may be missing without a trace, and why.
 NOT_ALL_NEEDED = {
-    "argmax: n_rows=1 n=1": "the second stage has one candidate to choose from, whatever the first says of it",
     **dict.fromkeys(
         [i for i in IDS if i.startswith("embed_rows")],
         "each dispatch serves a part of the table, and random ids need not meet them all",

@@ -135,6 +135,8 @@ class DispatchProgram:
         with self._lock:
             for name, (offset, tensor) in self.plan.inputs.items():
                 self._in.words[offset : offset + tensor.size] = words[name]
+            # The region is shared, and a run that failed may have left anything.
+            self._in.words[self.plan.counters.start : self.plan.counters.stop] = 0
             self._recording.run()
             return {name: self._read(offset, tensor) for name, (offset, tensor) in self.plan.outputs.items()}
 

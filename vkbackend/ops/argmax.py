@@ -9,11 +9,10 @@ import numpy as np
 from vkbackend.device.base import Limits
 from vkbackend.graph import I32, Graph, Node, Tensor
 from vkbackend.ops.case import Case, CaseBuilder
-from vkbackend.ops.op import Array, At, Bind, Dispatch, Kernel, Lowering, Op, check, scratch, spread
+from vkbackend.ops.op import Array, At, Bind, Dispatch, Kernel, Lowering, Op, check, counters, scratch, spread
 
-SPANS = Kernel("argmax", 128)
-PAIRS = Kernel("argmax", 128, ("PAIRS",))
-SPAN = 2048  # values one workgroup of the first pass looks at
+KERNEL = Kernel("argmax", 128)
+SPAN = 2048  # values one workgroup looks at
 
 
 def argmax(g: Graph, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -42,19 +41,10 @@ def _lower(node: Node, limits: Limits) -> Lowering:
     n_rows, n = x.shape
     n_spans = -(-n // SPAN)
     pairs = scratch("argmax pairs", (n_rows, n_spans, 2), I32)
-    first = Dispatch(
-        SPANS,
-        (Bind(x, "r"), Bind(pairs, "w")),
-        (At(x), x.strides[0], n, SPAN, n_spans, At(pairs), n_rows),
-        spread(n_rows * n_spans, limits.max_groups[0]),
-    )
-    second = Dispatch(
-        PAIRS,
-        (Bind(pairs, "r"), Bind(y, "w")),
-        (At(pairs), pairs.strides[0], n_spans, n_spans, 1, At(y), n_rows),
-        spread(n_rows, limits.max_groups[0]),
-    )
-    return [[first], [second]]
+    done = counters("argmax spans done", n_rows)
+    push = (At(x), x.strides[0], n, SPAN, n_spans, At(pairs), At(done), At(y), n_rows)
+    binds = (Bind(x, "r"), Bind(pairs, "rw"), Bind(done, "rw"), Bind(y, "w"))
+    return [[Dispatch(KERNEL, binds, push, spread(n_rows * n_spans, limits.max_groups[0]))]]
 
 
 def _cases() -> list[Case]:
@@ -73,4 +63,4 @@ def _cases() -> list[Case]:
     return [case(r, n) for r, n in sizes] + [case(5, 3000, "ties"), case(4, 5000, "nan")]
 
 
-OP = Op("argmax", _reference, _lower, lambda: [SPANS, PAIRS], _cases)
+OP = Op("argmax", _reference, _lower, lambda: [KERNEL], _cases)

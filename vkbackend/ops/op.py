@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vkbackend.errors import VkBackendError
-from vkbackend.graph import Graph, Node, Tensor
+from vkbackend.graph import I32, Graph, Node, Role, Storage, Tensor
 
 if TYPE_CHECKING:
     from vkbackend.device.base import Limits
@@ -102,6 +102,15 @@ class Op:
 def scratch(label: str, shape: Sequence[int], dtype: str = "f32") -> Tensor:
     """A temporary for use between the stages of one lowering."""
     return Graph().temp(label, shape, dtype)
+
+
+def counters(label: str, n: int) -> Tensor:
+    """n words, i32 [n], that are zero before the dispatch and that it has to leave zero: to find out who comes last.
+
+    Workgroups that finish together add 1 to a word when their part is in memory; the last one joins the parts, sets
+    the word to zero and saves a level (shaders/include/last.glsl).
+    """
+    return Tensor(Storage(label, n, I32, Role.COUNTER), 0, (n,), (1,), I32)
 
 
 def spread(n: int, limit: int = 65535) -> tuple[int, int, int]:

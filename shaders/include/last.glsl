@@ -1,0 +1,20 @@
+// Joining parts in the dispatch that made them: the workgroup that finishes last does it, and nobody waits.
+//
+// The including kernel declares `coherent buffer ... { uint counters[]; }` (ops/op.py: counters) and writes its part to
+// a coherent buffer. Which workgroup comes last is chance: parts must be joined in their own order.
+
+shared bool is_last;
+
+// True in the last of `n` workgroups to call this with counter word `at`, which is zero before and after; in that
+// workgroup all parts can be read. Uniform control flow only.
+bool last_of(uint n, uint at) {
+    memoryBarrierBuffer();  // what this invocation wrote comes before ...
+    barrier();              // ... and so for the whole workgroup
+    if (gl_LocalInvocationIndex == 0u) {
+        is_last = atomicAdd(counters[at], 1u) == n - 1u;
+        if (is_last) { counters[at] = 0u; }
+    }
+    barrier();
+    memoryBarrierBuffer();
+    return is_last;
+}
