@@ -387,6 +387,27 @@ def test_memory_and_algorithms_are_given_back(fresh: KomputeDevice) -> None:
         assert (fresh.allocated_bytes, len(fresh._algorithms)) == (before, n_algorithms)
 
 
+@pytest.mark.parametrize(
+    ("vulkan_says", "advice"),
+    [("ErrorDeviceLost", "smaller n_ubatch, and open it again"), ("ErrorOutOfDeviceMemory", "smaller n_ctx")],
+)
+def test_errors_of_vulkan_come_with_advice(
+    vulkan_says: str, advice: str, fresh: KomputeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError(f"vk::Something: {vulkan_says}")
+
+    with pytest.raises(DeviceError, match=f"{vulkan_says}; .*{advice}"):
+        KomputeRecording(SimpleNamespace(eval=fail), [], [], 1.0).run()
+    manager = fresh._manager
+    monkeypatch.setattr(fresh, "_manager", SimpleNamespace(tensor_t=fail))
+    with pytest.raises(
+        DeviceError, match=rf"40 bytes for the ring failed: .*{vulkan_says}; .*{advice}.* \(this .* holds"
+    ):
+        fresh.allocate(10, label="the ring")
+    monkeypatch.setattr(fresh, "_manager", manager)
+
+
 def test_a_failing_copy_is_a_device_error(fresh: KomputeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     x = fresh.allocate(8)
 

@@ -68,7 +68,7 @@ class KomputeRecording:
         try:
             self._sequence.eval()
         except RuntimeError as error:
-            raise DeviceError(f"kompute: running a recording failed: {error}") from error
+            raise DeviceError(f"kompute: running a recording failed: {error}{_advice(error)}") from error
 
     def level_seconds(self) -> list[float]:
         ticks = self._sequence.get_timestamps()
@@ -176,6 +176,7 @@ class KomputeDevice:
         except RuntimeError as error:
             raise DeviceError(
                 f"{self.info.name}: allocating {data.nbytes} bytes for {label or 'a buffer'} failed: {error}"
+                f"{_advice(error)} (this process holds {self.allocated_bytes} bytes there)"
             ) from error
 
     def _get_staging(self) -> KomputeHostRegion:
@@ -255,7 +256,9 @@ class KomputeDevice:
             sequence.record(self._kp.OpAlgoDispatch(algorithm.algorithm, np.array(push, np.uint32)))
             sequence.eval()
         except RuntimeError as error:
-            raise DeviceError(f"{self.info.name} ({self.info.description}): copying failed: {error}") from error
+            raise DeviceError(
+                f"{self.info.name} ({self.info.description}): copying failed: {error}{_advice(error)}"
+            ) from error
         finally:
             sequence.destroy()
 
@@ -275,6 +278,16 @@ class KomputeDevice:
         self.pool = RegionPool(self)
         self._staging = None
         self._manager.destroy()
+
+
+def _advice(error: RuntimeError) -> str:
+    """What to do about an error of Vulkan, which Kompute passes on by name."""
+    text = str(error)
+    if "DeviceLost" in text:
+        return "; the device was lost, often by a driver's watchdog: use a smaller n_ubatch, and open it again"
+    if "OutOf" in text:
+        return "; use a smaller n_ctx, n_seq_max or n_ubatch, or a smaller quantisation"
+    return ""
 
 
 def _tensor_of(buffer: Any) -> Any:
