@@ -118,10 +118,11 @@ def automatic(monkeypatch: pytest.MonkeyPatch, device: FaultyDevice) -> None:
 
 @pytest.mark.parametrize("spec", [None, vkb.DraftMTP(2)], ids=["plain", "speculative"])
 @pytest.mark.parametrize("sampling", [None, vkb.Sampling(temperature=1.0, seed=3)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("runs", [0, 1, 6])
+@pytest.mark.parametrize(("runs", "bursts"), [(0, 1), (1, 1), (6, 1), (3, 4)])
 def test_auto_goes_on_with_numpy(
     path: Path,
     runs: int,
+    bursts: int,
     sampling: vkb.Sampling | None,
     spec: vkb.DraftMTP | None,
     monkeypatch: pytest.MonkeyPatch,
@@ -130,6 +131,7 @@ def test_auto_goes_on_with_numpy(
     """The text is that of an undisturbed run: the faulty device computes with NumPy too."""
     want = vkb.generate(load(path, device="numpy"), PROMPT, 20, sampling, spec, n_ctx=64, ignore_eos=True)
     device = FaultyDevice(NumpyDevice(), name="kompute:0", kind="gpu")
+    device.max_burst = bursts
     automatic(monkeypatch, device)
     model = load(path)
     assert model.device.info.name == "kompute:0"
@@ -138,6 +140,7 @@ def test_auto_goes_on_with_numpy(
     with caplog.at_level(logging.WARNING, "vkbackend"):
         got = stream.result()
     assert got.tokens == want.tokens and got.text == want.text
+    assert spec is None or got.stats.drafted > 2 * runs  # NumPy drafts too
     assert stream.device.name == "numpy" and "run" not in device.fail_in
     assert "kompute:0: the device was lost" in caplog.text and "Going on with NumPy" in caplog.text
 
