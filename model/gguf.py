@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,21 +18,24 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from vkbackend.errors import ModelError
+from vkbackend.errors import ModelError, quoted, shown
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMS = 4
 MAX_NESTING = 2  # arrays of arrays, no deeper
 
-_SCALARS: dict[int, tuple[str, int]] = {
+_SCALARS: dict[int, tuple[str, int]] = {  # struct code and bytes
     0: ("B", 1), 1: ("b", 1), 2: ("H", 2), 3: ("h", 2), 4: ("I", 4), 5: ("i", 4), 6: ("f", 4), 7: ("?", 1),
     10: ("Q", 8), 11: ("q", 8), 12: ("d", 8),
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
+_QUANT_SIZES = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}  # elements and bytes of a block
+_EMPTY: NDArray[np.uint8] = np.zeros(0, np.uint8)  # shared: a file can hold one empty array every 12 bytes
+_EMPTY.flags.writeable = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One tensor of a file: NumPy-order shape, quantisation id, place and size in bytes."""
 
@@ -57,12 +60,12 @@ class GGUFFile:
     def tensor_bytes(self, name: str) -> NDArray[np.uint8]:
         """The raw block bytes of a tensor, a read-only view of the file. `ModelError` if it can not be read."""
         if name not in self.tensors:
-            raise ModelError(f"{self.path}: there is no tensor '{name}'")
+            raise ModelError(f"{self.path}: there is no tensor {quoted(name)}")
         info = self.tensors[name]
         if info.nbytes < 0:
             raise ModelError(
-                f"{self.path}: tensor '{name}' has quantisation id {info.type}, which is unknown here; known ids are "
-                f"{', '.join(str(int(t)) for t in gguf.GGMLQuantizationType)}"
+                f"{self.path}: tensor {quoted(name)} has quantisation id {info.type}, which is unknown here; "
+                f"known ids are {', '.join(str(int(t)) for t in gguf.GGMLQuantizationType)}"
             )
         return np.frombuffer(self._map, np.uint8, info.nbytes, info.offset)
 
@@ -128,6 +131,8 @@ class _Reader:
             raise self.fail(f"array element type {kind} is unknown; allowed are 0..12")
         code, size = _SCALARS[kind]
         n = self.count(size)
+        if n == 0 and depth:
+            return _EMPTY
         if code == "?":  # any byte but 0 is true
             values = np.frombuffer(self.data, np.uint8, n, self.at) != 0
         else:
@@ -178,29 +183,24 @@ def open_gguf(path: str | Path) -> GGUFFile:
     n_tensors = reader.count(32)
     reader.what = "metadata count"
     n_kv = reader.count(13)
-    metadata = dict(_metadata(reader, n_kv))
+    metadata = _metadata(reader, n_kv)
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1) or alignment > 1 << 20:
-        raise ModelError(f"{path}: general.alignment is {alignment!r}; a power of two up to {1 << 20} is needed")
+        raise ModelError(f"{path}: general.alignment is {shown(alignment)}; a power of two up to {1 << 20} is needed")
     tensors = _tensor_table(reader, n_tensors, alignment)
     return GGUFFile(path, version, metadata, tensors, alignment, data)
 
 
-def _shown(name: str) -> str:
-    """A name in quotes for a message of one line: cut short, unprintable characters escaped."""
-    return "'" + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name[:100]) + "'"
-
-
-def _metadata(reader: _Reader, n: int) -> Iterator[tuple[str, Any]]:
-    seen: set[str] = set()
+def _metadata(reader: _Reader, n: int) -> dict[str, Any]:
+    metadata: dict[str, Any] = {}
     for i in range(n):
         reader.what = f"metadata key {i}"
         key = reader.string()
-        reader.what = f"metadata {_shown(key)}"
-        if key in seen:
+        reader.what = f"metadata {quoted(key)}"
+        if key in metadata:
             raise reader.fail("the key appears twice")
-        seen.add(key)
-        yield key, reader.value(reader.u32())
+        metadata[key] = reader.value(reader.u32())
+    return metadata
 
 
 def _tensor_table(reader: _Reader, n: int, alignment: int) -> dict[str, TensorInfo]:
@@ -208,7 +208,7 @@ def _tensor_table(reader: _Reader, n: int, alignment: int) -> dict[str, TensorIn
     for i in range(n):
         reader.what, at = f"tensor {i}", reader.at
         name = reader.string()
-        reader.what = f"tensor {_shown(name)}"
+        reader.what = f"tensor {quoted(name)}"
         n_dims = reader.u32()
         if not 1 <= n_dims <= MAX_DIMS:
             raise reader.fail(f"has {n_dims} dimensions; allowed are 1..{MAX_DIMS}")
@@ -219,7 +219,7 @@ def _tensor_table(reader: _Reader, n: int, alignment: int) -> dict[str, TensorIn
     start = -(-reader.at // alignment) * alignment
     tensors: dict[str, TensorInfo] = {}
     for at, name, shape, kind, offset in rows:
-        reader.what, reader.at = f"tensor {_shown(name)}", at
+        reader.what, reader.at = f"tensor {quoted(name)}", at
         if name in tensors:
             raise reader.fail("the name appears twice")
         nbytes = _nbytes(reader, shape, kind)
@@ -230,14 +230,23 @@ def _tensor_table(reader: _Reader, n: int, alignment: int) -> dict[str, TensorIn
                 f"data ends at byte {start + offset + max(nbytes, 0)}, the file has {reader.size}; it is truncated"
             )
         tensors[name] = TensorInfo(name, shape, kind, start + offset, nbytes)
+    _check_apart(reader, tensors)
     return tensors
 
 
+def _check_apart(reader: _Reader, tensors: Mapping[str, TensorInfo]) -> None:
+    """Refuses tensors that share bytes: a small file could otherwise ask for any amount of device memory."""
+    placed = sorted((t for t in tensors.values() if t.nbytes > 0), key=lambda t: t.offset)
+    for one, two in zip(placed, placed[1:], strict=False):
+        if two.offset < one.offset + one.nbytes:
+            reader.what, reader.at = f"tensor {quoted(two.name)}", two.offset
+            raise reader.fail(f"its data begins inside that of {quoted(one.name)}; the file is damaged")
+
+
 def _nbytes(reader: _Reader, shape: tuple[int, ...], kind: int) -> int:
-    try:
-        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
-    except (ValueError, KeyError):
+    if kind not in _QUANT_SIZES:
         return -1
+    block, size = _QUANT_SIZES[kind]
     if shape[-1] % block:
         raise reader.fail(f"has rows of {shape[-1]} elements; its quantisation needs a multiple of {block}")
     return int(math.prod(shape) // block * size)

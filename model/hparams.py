@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from vkbackend.errors import ModelError
+from vkbackend.errors import ModelError, quoted, shown
 from vkbackend.model.gguf import GGUFFile
 
 KNOWN_ARCHS = ("qwen35", "qwen35moe", "qwen3next")
 MOE_ARCHS = ("qwen35moe", "qwen3next")
 MAX_BLOCKS = 4096
+MAX_SECTION = 1 << 16
+MAX_FREQ_BASE = 1e30  # far from what float32 can not hold
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def read_hparams(file: GGUFFile) -> HParams:
     meta = _Keys(file)
     arch = meta.text("general.architecture")
     if arch not in KNOWN_ARCHS:
-        raise ModelError(f"{file.path}: general.architecture is '{arch}'; supported are {', '.join(KNOWN_ARCHS)}")
+        raise ModelError(f"{file.path}: general.architecture is {quoted(arch)}; supported are {', '.join(KNOWN_ARCHS)}")
     meta.prefix = arch + "."
     n_layer = meta.count("block_count", most=MAX_BLOCKS)
     n_nextn = meta.count("nextn_predict_layers", default=0, least=0)
@@ -102,6 +104,9 @@ def read_hparams(file: GGUFFile) -> HParams:
         n_ff_shexp = meta.count("expert_shared_feed_forward_length", default=n_ff_exp)
     elif not n_ff:
         n_ff = meta.count("feed_forward_length")
+    freq_base = meta.number("rope.freq_base", default=10000.0, most=MAX_FREQ_BASE)
+    if freq_base < 1:
+        raise meta.error("rope.freq_base", freq_base, f"a number from 1 to {MAX_FREQ_BASE:g}")
     return HParams(
         arch=arch,
         n_layer=n_layer,
@@ -114,9 +119,9 @@ def read_hparams(file: GGUFFile) -> HParams:
         n_head_kv=n_head_kv,
         head_dim=head_dim,
         n_rot=n_rot,
-        rope_freq_base=meta.number("rope.freq_base", default=10000.0),
+        rope_freq_base=freq_base,
         rope_sections=_sections(meta),
-        rms_eps=meta.number("attention.layer_norm_rms_epsilon"),
+        rms_eps=meta.number("attention.layer_norm_rms_epsilon", most=1.0),
         conv_kernel=meta.count("ssm.conv_kernel"),
         head_k_dim=meta.count("ssm.state_size"),
         head_v_dim=inner // n_v_heads,
@@ -140,7 +145,7 @@ class _Keys:
         return self.meta.get(self.prefix + key)
 
     def error(self, key: str, found: object, allowed: str) -> ModelError:
-        is_found = "is missing" if found is None else f"is {found!r}"
+        is_found = "is missing" if found is None else f"is {shown(found)}"
         return ModelError(f"{self.path}: metadata key '{self.prefix}{key}' {is_found}; it must be {allowed}")
 
     def text(self, key: str) -> str:
@@ -157,12 +162,12 @@ class _Keys:
             raise self.error(key, value, f"a whole number from {least} to {most}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(self, key: str, default: float | None = None, *, most: float) -> float:
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if not isinstance(value, float | int) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise self.error(key, value, "a positive number")
+        if not isinstance(value, float | int) or isinstance(value, bool) or not 0 < value <= most:
+            raise self.error(key, value, f"a positive number up to {most:g}")
         return float(value)
 
 
@@ -195,13 +200,16 @@ def _sections(meta: _Keys) -> tuple[int, ...]:
         return ()
     if not isinstance(value, np.ndarray) or len(value) not in (3, 4) or value.dtype.kind not in "iu":
         raise meta.error("rope.dimension_sections", value, "3 or 4 whole numbers")
-    return tuple(int(v) for v in value)
+    sections = tuple(int(v) for v in value)
+    if not all(0 <= v <= MAX_SECTION for v in sections):
+        raise meta.error("rope.dimension_sections", value, f"whole numbers from 0 to {MAX_SECTION}")
+    return sections
 
 
 def _recurrent(meta: _Keys, n_layer: int, n_main: int) -> tuple[bool, ...]:
     flags = meta.get("attention.recurrent_layers")
     if flags is not None:
-        if not isinstance(flags, np.ndarray) or len(flags) not in (n_main, n_layer):
+        if not isinstance(flags, np.ndarray) or len(flags) not in (n_main, n_layer) or flags.dtype.kind not in "biu":
             raise meta.error("attention.recurrent_layers", flags, f"an array of {n_layer} booleans")
         return tuple(i < n_main and bool(flags[i]) for i in range(n_layer))
     interval = meta.count("full_attention_interval", default=4)

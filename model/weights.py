@@ -125,6 +125,11 @@ class WeightLoader:
         if not any(p.key == key for p in self._parts):
             target = shape or info.shape
             rows, cols = (1, target[0]) if len(target) == 1 else (target[0], math.prod(target[1:]))
+            if cols % _block(info)[0]:
+                raise ModelError(
+                    f"{file.path}: tensor '{name}' is {_dtype_name(info)} with shape {info.shape}; as rows of {cols} "
+                    "it must be f32, f16 or bf16"
+                )
             self._parts.append(_Part(key, (info,), file, F32, rows, cols, 0))
         return key
 
@@ -139,10 +144,15 @@ class WeightLoader:
     def _info(self, file: GGUFFile, name: str) -> TensorInfo:
         if name not in file.tensors:
             raise ModelError(f"{file.path}: tensor '{name}' is missing; the file is incomplete or of another layout")
-        return file.tensors[name]
+        info = file.tensors[name]
+        file.tensor_bytes(name)  # refuses unknown quantisation ids, naming tensor and id
+        try:
+            dequantize(np.zeros(_block(info)[1], np.uint8), info.type, (-1,))
+        except ModelError as error:
+            raise ModelError(f"{file.path}: tensor '{name}': {error}") from error
+        return info
 
     def _add(self, key: Matrix, file: GGUFFile, infos: Sequence[TensorInfo], rows: int, cols: int) -> None:
-        file.tensor_bytes(infos[0].name)  # refuses unknown quantisation ids, naming tensor and id
         packed = self.device.holds_packed_weights
         dtype = _dtype_name(infos[0]) if packed else F32
         if packed and dtype not in FORMATS:
@@ -202,6 +212,12 @@ class WeightLoader:
 
 def _dtype_name(info: TensorInfo) -> str:
     return str(gguf.GGMLQuantizationType(info.type).name.lower())
+
+
+def _block(info: TensorInfo) -> tuple[int, int]:
+    """Elements and bytes of a block of a known quantisation."""
+    elements, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(info.type)]
+    return int(elements), int(n_bytes)
 
 
 def _upload(device: Device, arena: Buffer, part: _Part) -> Iterator[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
+
 
 class VkBackendError(Exception):
     """Base of every error that vkbackend raises on purpose."""
@@ -17,3 +19,22 @@ class ModelError(VkBackendError):
 
 class ContextError(VkBackendError):
     """Positions, capacity or token ids are wrong; the context is as it was before the call."""
+
+
+def quoted(text: str) -> str:
+    """A name out of a file for a message of one line: in quotes, cut short, unprintable characters escaped."""
+    text = text[:100]
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return f"'{text}'"
+
+
+def shown(value: object) -> str:
+    """A value out of a file for a message of one line: long texts cut short, long arrays by their length."""
+    if isinstance(value, str):
+        return quoted(value) if len(value) <= 100 else f"{quoted(value)}... ({len(value)} characters)"
+    if not isinstance(value, Sized):
+        return repr(value)
+    values = getattr(value, "tolist", lambda: value)() if len(value) <= 8 else None
+    short = isinstance(values, list) and all(isinstance(v, bool | int | float) for v in values)
+    return repr(values) if short else f"an array of {len(value)}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +251,11 @@ BAD: list[tuple[str, bytes, str]] = [
     ("offset far off", gguf_bytes([], [tensor("w", (4,), 0, HUGE)]), r"'w' .*data ends at byte \d+, the file has 64"),
     ("data short", gguf_bytes([], [tensor("w", (4,), 0, 0)], bytes(15)), "'w' .*ends at byte 80, the file has 79"),
     ("escape codes", gguf_bytes([pair("a\n\x1b[2J", 13, b"")], []), r"metadata 'a\\n\\x1b\[2J' .*type 13 is unknown"),
+    (
+        "shared data",
+        gguf_bytes([], [tensor("w", (16,), 0, 0), tensor("v", (4,), 0, 32)], bytes(64)),
+        "'v' at byte .*its data begins inside that of 'w'",
+    ),
     ("a name twice", gguf_bytes([], [tensor("w", (4,), 0, 0)] * 2, bytes(32)), "'w' .*the name appears twice"),
 ]
 
@@ -257,6 +264,35 @@ BAD: list[tuple[str, bytes, str]] = [
 def test_unsound_files_are_refused_with_place_and_numbers(raw: bytes, message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=f"made.gguf: .*{message}"):
         open_gguf(write(tmp_path, raw))
+
+
+N = 1 << 18
+DENSE: dict[str, tuple[list[bytes], list[bytes]]] = {  # as many Python objects as can be asked for with few bytes
+    "strings": ([pair("k", ARRAY, array(STRING, N // 11, string("€") * (N // 11)))], []),
+    "no text": ([pair("k", ARRAY, array(STRING, N // 8, bytes(N // 8 * 8)))], []),
+    "empty arrays": ([pair("k", ARRAY, array(ARRAY, N // 12, array(0, 0, b"") * (N // 12)))], []),
+    "small arrays": ([pair("k", ARRAY, array(ARRAY, N // 13, array(0, 1, b"a") * (N // 13)))], []),
+    "keys": ([pair(f"{i:04x}", ARRAY, array(0, 0, b"")) for i in range(N // 28)], []),
+    "tensors": ([], [tensor(f"{i:04x}", (1,), 99, 0) for i in range(N // 44)]),
+    "wide text": ([pair("k", STRING, string("a" * N + "😀"))], []),
+    "no UTF-8": ([pair("k", STRING, string(b"\xff" * N))], []),
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_file_holds_a_small_multiple_of_its_size(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path, gguf_bytes(*DENSE[name]))
+    size = path.stat().st_size
+    start = time.process_time()
+    open_gguf(path)
+    assert time.process_time() - start < max(1.0, size / 1e6)
+    tracemalloc.start()
+    try:
+        file = open_gguf(path)
+        assert tracemalloc.get_traced_memory()[1] < 20 * size
+    finally:
+        tracemalloc.stop()
+    assert len(file.metadata) + len(file.tensors) > 0
 
 
 def test_no_such_file_and_no_file(tmp_path: Path) -> None:
