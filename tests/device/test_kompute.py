@@ -376,7 +376,13 @@ def test_memory_and_algorithms_are_given_back(fresh: KomputeDevice) -> None:
         fresh.record(levels, fresh.pool.host("inputs", 1), fresh.pool.host("outputs", 1), False).run()
         assert fresh.download(y, 4999, 1)[0] == value
         fresh.copy(x, 0, y, 2500, 2500)
+        fresh.copy(y, 0, x, 2500, 2500)
         assert fresh.allocated_bytes == before + 40000
+        z = fresh.allocate(5000)
+        fresh.copy(x, 0, z, 0, 5000)
+        del z
+        gc.collect()
+        assert fresh.allocated_bytes == before + 40000  # x, which lives on, does not keep it
 
     fresh.pool.host("inputs", 1), fresh.pool.host("outputs", 1)
     gc.collect()

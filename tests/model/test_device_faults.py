@@ -140,7 +140,7 @@ def test_auto_goes_on_with_numpy(
     with caplog.at_level(logging.WARNING, "vkbackend"):
         got = stream.result()
     assert got.tokens == want.tokens and got.text == want.text
-    assert spec is None or got.stats.drafted > 2 * runs  # NumPy drafts too
+    assert got.stats.steps == want.stats.steps  # NumPy drafts as well
     assert stream.device.name == "numpy" and "run" not in device.fail_in
     assert "kompute:0: the device was lost" in caplog.text and "Going on with NumPy" in caplog.text
 
