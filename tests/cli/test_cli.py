@@ -19,9 +19,9 @@ from fixture_paths import fixture
 import vkbackend as vkb
 from vkbackend import cli
 from vkbackend.cli import common
-from vkbackend.cli.chat import chat_prompt
 from vkbackend.errors import DeviceError
 from vkbackend.model import loader
+from vkbackend.model.chat import chat_prompt
 from vkbackend.model.loader import Model, load
 
 BESIDE = Path(__file__).resolve().parents[3] / "shared" / "models" / "demo-qwen35-mtp-q8_0.gguf"

@@ -104,3 +104,42 @@ def test_a_template_can_not_change_what_it_is_given() -> None:
         with pytest.raises(ModelError, match="SecurityError"):
             render(messages, template)
     assert messages == [{"role": "user", "content": "x"}]
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (ENDLESS + "{% endfor %}", "it ran for more than 5 s"),
+        ("{{ 'a' * 10 ** 11 }}", "MemoryError"),
+        ("{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "MemoryError"),
+        ("{{ 'a' * 20000000 }}", "it wrote 20000000 characters; at most 16000000 are allowed"),
+        ("{{ '{:>99999999999}'.format(1) }}", "MemoryError"),
+        ("{{ 'x' | center(99999999999) }}", "MemoryError"),
+        ("{{ " + "(" * 20000 + "1" + ")" * 20000 + " }}", "RecursionError"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+    ],
+)
+def test_a_template_can_not_take_all_time_or_memory(template: str, message: str) -> None:
+    with pytest.raises(ModelError, match=rf"chat_template failed: {message}") as caught:
+        render(MESSAGES, template)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 400
+
+
+def test_nothing_of_this_process_reaches_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even through the folder it was started in."""
+    monkeypatch.setenv("PYTHONSTARTUP", "/nowhere")
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    assert render([], "ok") == "ok"
+
+
+def test_what_json_does_not_have_is_refused() -> None:
+    with pytest.raises(ModelError, match="must be as JSON has them: a value is of type object"):
+        render([{"role": object()}], "x")
+
+
+def test_any_text_reaches_the_template_and_comes_back() -> None:
+    for text in ("\x00\n\r\x1b", "\ud800", "\u2028", "\U0010ffff", "{{ 1 }}{% raw %}"):
+        assert render([{"content": text}], "{{ messages[0].content }}") == text

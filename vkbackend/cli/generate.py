@@ -6,7 +6,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from vkbackend.cli.chat import chat_prompt
 from vkbackend.cli.common import (
     Commands,
     add_command,
@@ -18,6 +17,7 @@ from vkbackend.cli.common import (
     speculator,
     usage,
 )
+from vkbackend.model.chat import chat_prompt
 
 
 def add(commands: Commands) -> None:
