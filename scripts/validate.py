@@ -8,9 +8,9 @@ in both variants and, on the direct device, through mapped and through staged me
 and speculative, step by step and in bursts. Exit status 1 when the layer said anything or the command failed.
 
 The layer takes a dispatch to touch all of every buffer that it binds. Ours bind whole arenas, so dispatches of one
-level that share an arena (on words of their own) look like a hazard to it. Texts are therefore validated with one
+level that share an arena (on words of their own) look like a hazard to it. Everything is therefore recorded with one
 dispatch a level, which shows every barrier, copy and host access; and that levels hold no hazard is checked by running
-each level's dispatches backwards: the texts must be the same. Op cases are validated as they are.
+each level's dispatches backwards as well: cases must pass and texts be the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,20 +75,23 @@ def work(kind: str, n_cases: int | None) -> None:
         ways.append({"subgroups": True, "unified": False})
     for way in ways:
         device: Any = VulkanDevice(0, **way) if kind == "vulkan" else KomputeDevice(0, **way)
-        n = 0
-        for op in all_ops():
-            for case in op.cases()[:n_cases]:
-                result = run_case(case, device, seed=1)
-                assert result.ok, f"{op.name} {case.label}: {result}"
-                n += 1
-        texts = _one_by_one(device, backwards=False)
-        assert _one_by_one(device, backwards=True) == texts, "dispatches of one level depend on each other"
-        print(f"{device.info.name} {way}: {n} cases, {2 * len(texts)} texts", flush=True)
+        n, texts = 0, []
+        for backwards in (False, True):
+            with one_by_one(device, backwards):
+                for op in all_ops():
+                    for case in op.cases()[:n_cases]:
+                        result = run_case(case, device, seed=1)
+                        assert result.ok, f"{op.name} {case.label}: {result}"
+                        n += 1
+                texts.append(_texts(device))
+        assert texts[0] == texts[1], "dispatches of one level depend on each other"
+        print(f"{device.info.name} {way}: {n} cases, {sum(map(len, texts))} texts", flush=True)
         device.close()
 
 
-def _one_by_one(device: Any, backwards: bool) -> list[list[int]]:
-    """Texts with a barrier after every dispatch; each level in its order, or from its last dispatch to its first."""
+@contextmanager
+def one_by_one(device: Any, backwards: bool) -> Iterator[None]:
+    """Barriers after every dispatch; the dispatches of a level in their order, or from the last to the first."""
     record = device.record
 
     def arranged(levels: Any, *rest: Any) -> Any:
@@ -95,7 +99,7 @@ def _one_by_one(device: Any, backwards: bool) -> list[list[int]]:
 
     device.record = arranged
     try:
-        return _texts(device)
+        yield
     finally:
         device.record = record
 
