@@ -14,17 +14,19 @@ import pytest
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "validate.py"
 FULL = bool(os.environ.get("VKBACKEND_FULL"))
 
-# One case of an op without any barrier: what the test above would see if barriers were missing.
+# A chain of two dispatches without any barrier: what the test below would see if barriers were missing.
 NO_BARRIERS = """
+import numpy as np
 from vkbackend.device.vulkan import VulkanDevice
 from vkbackend.device.vulkan_memory import Memory
-from vkbackend.ops import all_ops
-from vkbackend.ops.case import run_case
+from vkbackend.graph import Graph
+from vkbackend.ops.rms_norm import rms_norm
 Memory.barrier = lambda *_: None
 device = VulkanDevice(0)
-for op in all_ops():
-    if op.name == "argmax":
-        run_case(op.cases()[-1], device, 1)
+g = Graph()
+x, w = g.input("x", (3, 8)), g.input("w", (8,))
+g.output("y", rms_norm(g, rms_norm(g, x, w, 1e-6), w, 1e-6))
+device.compile(g).run({"x": np.ones((3, 8)), "w": np.ones(8)})
 device.close()
 """
 
