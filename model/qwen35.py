@@ -17,12 +17,12 @@ from vkbackend.model.memory import KVCache, Memory, RecurrentRing
 from vkbackend.model.moe import MoeFfnKeys, moe_feed_forward, request_moe
 from vkbackend.model.weights import Matrix, WeightLoader
 from vkbackend.ops.argmax import argmax
-from vkbackend.ops.attention import attention
 from vkbackend.ops.delta_net_mixer import delta_net_mixer
 from vkbackend.ops.embed_rows import embed_rows
 from vkbackend.ops.linear import linear
 from vkbackend.ops.rms_norm import rms_norm
-from vkbackend.ops.rope_kv_write import rope_kv_write, rope_table
+from vkbackend.ops.rope_attention import rope_attention
+from vkbackend.ops.rope_kv_write import rope_table
 from vkbackend.ops.swiglu import swiglu
 
 HIDDEN_KINDS = ("pre_norm", "post_norm")
@@ -242,12 +242,11 @@ def attention_mixer(
     qg = proj.narrow(1, 0, q_width).reshape(rows, hp.n_head, 2 * hp.head_dim)
     k = proj.narrow(1, q_width, kv_width).reshape(rows, hp.n_head_kv, hp.head_dim)
     v = proj.narrow(1, q_width + kv_width, kv_width).reshape(rows, hp.n_head_kv, hp.head_dim)
-    q = rope_kv_write(
+    mixed = rope_attention(
         g, qg, k, v, loader.tensor(keys.q_norm, hp.head_dim), loader.tensor(keys.k_norm, hp.head_dim),
-        loader.constant(keys.rope), cache.k, cache.v, step, n_tokens=shape.n_tokens, eps=hp.rms_eps,
+        loader.constant(keys.rope), cache.k, cache.v, step,
+        n_tokens=shape.n_tokens, kv_bound=shape.kv_bound, eps=hp.rms_eps,
     )  # fmt: skip
-    gate = qg.narrow(2, hp.head_dim, hp.head_dim)
-    mixed = attention(g, q, gate, cache.k, cache.v, step, n_tokens=shape.n_tokens, kv_bound=shape.kv_bound)
     return linear(g, mixed, loader.parts(keys.out), residual=x)
 
 

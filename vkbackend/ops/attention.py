@@ -67,11 +67,17 @@ def attention(
 
 
 def _reference(node: Node, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
-    q, gate, k_cache, v_cache, (n_past, seq_ids) = inputs
-    n_tokens = node.attrs.n_tokens
+    reference_attention(*inputs, node.attrs.n_tokens, outputs[0])
+
+
+def reference_attention(
+    q: Array, gate: Array, k_cache: Array, v_cache: Array, step: Array, n_tokens: int, out: Array
+) -> None:
+    """Fills out [n_rows, n_head * head_dim]; the inputs as for `attention`."""
+    n_past, seq_ids = step
     n_rows, n_head, head_dim = q.shape
     n_kv = k_cache.shape[2]
-    y = outputs[0].reshape(n_rows, n_head, head_dim)
+    y = out.reshape(n_rows, n_head, head_dim)
     for s, past in enumerate(n_past):
         rows = slice(s * n_tokens, (s + 1) * n_tokens)
         k = k_cache[seq_ids[s], : past + n_tokens]

@@ -62,9 +62,30 @@ def rope_kv_write(
     [n_seq_max, n_ctx, n_head_kv, head_dim]. step i32 [2, n_seqs]: n_past and slot of each sequence; row
     s * n_tokens + t has position n_past[s] + t.
     """
+    check_projection("rope_kv_write", qg, k, v, q_norm, k_norm, table, k_cache, v_cache, step, n_tokens)
     n_rows, n_head, two_dim = qg.shape
+    q = g.temp("q", (n_rows, n_head, two_dim // 2))
+    inputs = [qg, k, v, q_norm, k_norm, table, k_cache, v_cache, step]
+    g.add(OP, inputs, [q, k_cache, v_cache], Attrs(n_tokens, eps))
+    return q
+
+
+def check_projection(
+    op: str,
+    qg: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    table: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    step: Tensor,
+    n_tokens: int,
+) -> None:
+    """Raises `VkBackendError` in the name of `op` when shapes and strides of a projection do not fit its caches."""
+    n_rows, _, two_dim = qg.shape
     head_dim = two_dim // 2
-    op = "rope_kv_write"
     check(
         k.shape == v.shape and k.shape[0] == n_rows and k.shape[2] == head_dim,
         op,
@@ -84,16 +105,17 @@ def rope_kv_write(
     )
     check(k_cache.is_contiguous and v_cache.is_contiguous, op, "the caches must be contiguous")
     check(n_rows == n_tokens * step.shape[1], op, f"{n_rows} rows are not {step.shape[1]} sequences of {n_tokens}")
-    q = g.temp("q", (n_rows, n_head, head_dim))
-    inputs = [qg, k, v, q_norm, k_norm, table, k_cache, v_cache, step]
-    g.add(OP, inputs, [q, k_cache, v_cache], Attrs(n_tokens, eps))
-    return q
 
 
 def _reference(node: Node, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
-    qg, k, v, q_norm, k_norm, table, _, _, (n_past, seq_ids) = inputs
     q, k_cache, v_cache = outputs
-    n_tokens, head_dim, half = node.attrs.n_tokens, q.shape[2], table.shape[0]
+    q[...] = reference_rope(inputs, k_cache, v_cache, node.attrs.n_tokens, node.attrs.eps)
+
+
+def reference_rope(inputs: Sequence[Array], k_cache: Array, v_cache: Array, n_tokens: int, eps: float) -> Array:
+    """Writes the caches and returns q; the inputs in the builder's order."""
+    qg, k, v, q_norm, k_norm, table, _, _, (n_past, seq_ids) = inputs
+    head_dim, half = qg.shape[2] // 2, table.shape[0]
     positions = (n_past[:, None] + np.arange(n_tokens)).reshape(-1)
     sequences = np.repeat(seq_ids, n_tokens)
     words = table.view(np.uint32).astype(np.uint64)
@@ -101,16 +123,16 @@ def _reference(node: Node, inputs: Sequence[Array], outputs: Sequence[Array]) ->
     with np.errstate(over="ignore"):
         turns = positions[:, None].astype(np.uint64) * fractions  # wraps at 2^64: one turn
     angles = turns.astype(np.float64) * (2 * np.pi / 2.0**64)
-    cos, sin = (f(angles)[:, None, :].astype(q.dtype) for f in (np.cos, np.sin))
+    cos, sin = (f(angles)[:, None, :].astype(qg.dtype) for f in (np.cos, np.sin))
 
     def turned(x: Array, w: Array) -> Array:
-        x = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + node.attrs.eps) * w
+        x = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + eps) * w
         a, b = x[..., :half], x[..., half : 2 * half]
         return np.concatenate([a * cos - b * sin, a * sin + b * cos, x[..., 2 * half :]], axis=-1)
 
-    q[...] = turned(qg[..., :head_dim], q_norm)
     k_cache[sequences, positions] = turned(k, k_norm)
     v_cache[sequences, positions] = v
+    return turned(qg[..., :head_dim], q_norm)
 
 
 def _lower(node: Node, limits: Limits) -> Lowering:
