@@ -162,10 +162,21 @@ void main() {
                     v[n][j] = v_cache[at + min(dim_group + j * DIM_GROUPS, DIM4 - 1u)];
                 }
             }
+            bool all_seen = key0 + 4u * n0 + 3u <= position0;  // by every row of the tile
             [[unroll]] for (uint m = 0u; m < OWN_QUERIES; ++m) {
                 vec4 p = tile[(own + m) * SLICE + n0];
-                [[unroll]] for (uint j = 0u; j < OWN_QUADS; ++j) {
-                    [[unroll]] for (uint n = 0u; n < 4u; ++n) { acc[m][j] = fma(vec4(p[n]), v[n][j], acc[m][j]); }
+                if (all_seen) {
+                    [[unroll]] for (uint j = 0u; j < OWN_QUADS; ++j) {
+                        [[unroll]] for (uint n = 0u; n < 4u; ++n) { acc[m][j] = fma(vec4(p[n]), v[n][j], acc[m][j]); }
+                    }
+                } else {  // weights of later keys are 0, but 0 * NaN is NaN: a bad row must not reach earlier ones
+                    uint last = position0 + (own + m) / HEADS;
+                    [[unroll]] for (uint j = 0u; j < OWN_QUADS; ++j) {
+                        [[unroll]] for (uint n = 0u; n < 4u; ++n) {
+                            bvec4 seen = bvec4(key0 + 4u * n0 + n <= last);
+                            acc[m][j] = fma(vec4(p[n]), mix(vec4(0.0), v[n][j], seen), acc[m][j]);
+                        }
+                    }
                 }
             }
         }

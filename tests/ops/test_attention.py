@@ -197,14 +197,17 @@ def test_huge_scores_pick_one_key(n_tokens: int, device: Device, rng: np.random.
             np.testing.assert_allclose(y[t, head, 1::2], 0, atol=1e-30)
 
 
+@pytest.mark.parametrize("n_tokens", [12, 40])
 @pytest.mark.parametrize("start", [0, 120])
-def test_later_rows_do_not_reach_earlier_ones(start: int, device: Device, rng: np.random.Generator) -> None:
+def test_later_rows_do_not_reach_earlier_ones(
+    start: int, n_tokens: int, device: Device, rng: np.random.Generator
+) -> None:
     """A NaN in q, k and v of row 6 spoils rows from 6 on only."""
     text = _text(rng, 200, (4, 2), 64)
-    clean = _rows(device, [text], [start], 12, 200)[0]
+    clean = _rows(device, [text], [start], n_tokens, 200)[0]
     for x in (text.q, text.k, text.v):
         x[start + 6] = np.nan
-    dirty = _rows(device, [text], [start], 12, 200)[0]
+    dirty = _rows(device, [text], [start], n_tokens, 200)[0]
     assert np.isnan(dirty[6:]).all()
     if isinstance(device, KomputeDevice):
         _same(dirty[:6], clean[:6], "rows before the bad one")
