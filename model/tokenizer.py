@@ -7,12 +7,13 @@ user-defined tokens are atomic; any bytes survive encode and decode.
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
-from vkbackend.errors import ContextError, ModelError
+from vkbackend.errors import ContextError, ModelError, shown
 from vkbackend.model.gguf import GGUFFile
 
 T = TypeVar("T")
@@ -23,6 +24,8 @@ _SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 PATTERNS = {"qwen2": _SPLIT.replace("LETTERS", r"\p{L}"), "qwen35": _SPLIT.replace("LETTERS", r"\p{L}\p{M}")}
+MAX_BLANKS = 1_000_000  # in a row: beyond some millions the regex engine's limit of steps ends the process
+_LONG_BLANKS = re.compile(rf"(?<!\s)\s{{{MAX_BLANKS + 1}}}")
 _CONTROL, _USER_DEFINED = 3, 4
 _END_NAMES = ("<|endoftext|>", "<|im_end|>")
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -66,6 +69,10 @@ class Tokenizer:
             model = BPE(vocab, pairs, fuse_unk=False, byte_fallback=False)
         except Exception as error:  # the library's own kind, which names one token
             raise ModelError(_bad_merge(merges, vocab) or f"tokenizer.ggml.merges: {error}") from error
+        # Bytes without a token are left out by the library without a word, and an atomic token may be spelled like
+        # other bytes: what such vocabularies encode is compared with the text.
+        self._missing = frozenset(b for c, b in _BYTE_OF.items() if c not in vocab)
+        self._exact = not self._missing and all(t.isascii() for t in atomic.values())
         steps = Steps([Split(Regex(PATTERNS[pre]), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
         added = [AddedToken(t, normalized=False, special=types[i] == _CONTROL) for i, t in atomic.items()]
         # Both share the vocabulary, which is by far the largest part.
@@ -88,6 +95,8 @@ class Tokenizer:
         if pre not in PATTERNS:
             raise meta.error("pre", f"supported are {', '.join(PATTERNS)}")
         tokens = meta.get("tokens", list)
+        if not tokens:
+            raise meta.error("tokens", "at least one token is needed")
         types = meta.get("token_type", np.ndarray, np.ones(len(tokens), np.int32)).tolist()
         if len(types) != len(tokens):
             raise meta.error("token_type", f"it has {len(types)} entries for {len(tokens)} tokens")
@@ -112,11 +121,23 @@ class Tokenizer:
 
         parse_special: control tokens written out in the text become their ids; else they are text like any other.
         (User-defined tokens, which are not control tokens, always become their ids.) Raises `ContextError` for a
-        string that is not Unicode text.
+        string that is not Unicode text, has bytes that the vocabulary lacks, or a million blanks in a row.
         """
         backend = self._backend if parse_special else self._plain
+        if len(text) > MAX_BLANKS and (run := _LONG_BLANKS.search(text)):
+            raise ContextError(
+                f"the text has more than {MAX_BLANKS} white-space characters in a row, from character {run.start()} "
+                "on; is it a text?"
+            )
         try:
-            return [*self._bos, *backend.encode(text, add_special_tokens=False).ids]
+            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+            if not self._exact and self._bytes(ids) != text.encode():
+                odd_bytes = ", ".join(f"0x{b:02X}" for b in sorted(self._missing.intersection(text.encode()))[:4])
+                raise ContextError(
+                    "the text can not be written with this model's vocabulary"
+                    + (f": it has no token for the bytes {odd_bytes}" if odd_bytes else "; is the model file damaged?")
+                )
+            return [*self._bos, *ids]
         except (TypeError, UnicodeEncodeError) as error:
             odd = next((i for i, c in enumerate(text) if 0xD800 <= ord(c) < 0xE000), None)
             if odd is None:
@@ -128,7 +149,10 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; bytes that are not UTF-8 become U+FFFD. Control tokens appear as written."""
-        return b"".join(self.token_bytes(i) for i in ids).decode("utf-8", errors="replace")
+        return self._bytes(ids).decode("utf-8", errors="replace")
+
+    def _bytes(self, ids: Iterable[int]) -> bytes:
+        return b"".join(self.token_bytes(i) for i in ids)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that one token stands for. Raises `ContextError` for an id outside the vocabulary."""
@@ -166,9 +190,8 @@ class _Keys:
         self._path, self._meta = file.path, file.metadata
 
     def error(self, key: str, problem: str) -> ModelError:
-        value = repr(self._meta.get(f"tokenizer.ggml.{key}"))
-        shown = value if len(value) <= 60 else value[:57] + "..."
-        return ModelError(f"{self._path}: metadata key 'tokenizer.ggml.{key}' is {shown}; {problem}")
+        value = shown(self._meta.get(f"tokenizer.ggml.{key}"))
+        return ModelError(f"{self._path}: metadata key 'tokenizer.ggml.{key}' is {value}; {problem}")
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
         value = self._meta.get(f"tokenizer.ggml.{key}", default)
@@ -183,7 +206,7 @@ class _Keys:
 
     def token_id(self, key: str, n_vocab: int) -> int | None:
         value = self._meta.get(f"tokenizer.ggml.{key}")
-        if value is not None and (not isinstance(value, int) or not 0 <= value < n_vocab):
+        if value is not None and (type(value) is not int or not 0 <= value < n_vocab):
             raise self.error(key, f"allowed are 0..{n_vocab - 1}")
         return value
 
@@ -192,9 +215,10 @@ def _bad_merge(merges: Sequence[str], vocab: dict[str, int]) -> str | None:
     """The first merge that can not be."""
     for i, merge in enumerate(merges):
         left, _, right = merge.partition(" ")
-        missing = next((repr(t) for t in (left, right, left + right) if t not in vocab), None)
+        missing = next((t for t in (left, right, left + right) if t not in vocab), None)
         if missing is not None:
-            return f"tokenizer.ggml.merges: entry {i} is {merge!r}; {missing} is not in tokenizer.ggml.tokens"
+            where = f"tokenizer.ggml.merges: entry {i}"
+            return f"{where} is {shown(merge)}; {shown(missing)} is not in tokenizer.ggml.tokens"
     return None
 
 
