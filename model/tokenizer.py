@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -65,10 +65,8 @@ class Tokenizer:
         self._atomic = frozenset(atomic)
         vocab = {t: i for i, t in enumerate(tokens)}
         pairs = [(left, right) for left, _, right in (m.partition(" ") for m in merges)]
-        try:
-            model = BPE(vocab, pairs, fuse_unk=False, byte_fallback=False)
-        except Exception as error:  # the library's own kind, which names one token
-            raise ModelError(_bad_merge(merges, vocab) or f"tokenizer.ggml.merges: {error}") from error
+        _check_merges(pairs, vocab)
+        model = BPE(vocab, pairs, fuse_unk=False, byte_fallback=False)
         # Bytes without a token are left out by the library without a word, and an atomic token may be spelled like
         # other bytes: what such vocabularies encode is compared with the text.
         self._missing = frozenset(b for c, b in _BYTE_OF.items() if c not in vocab)
@@ -211,15 +209,15 @@ class _Keys:
         return value
 
 
-def _bad_merge(merges: Sequence[str], vocab: dict[str, int]) -> str | None:
-    """The first merge that can not be."""
-    for i, merge in enumerate(merges):
-        left, _, right = merge.partition(" ")
-        missing = next((t for t in (left, right, left + right) if t not in vocab), None)
-        if missing is not None:
-            where = f"tokenizer.ggml.merges: entry {i}"
-            return f"{where} is {shown(merge)}; {shown(missing)} is not in tokenizer.ggml.tokens"
-    return None
+def _check_merges(pairs: Sequence[tuple[str, str]], vocab: Mapping[str, int]) -> None:
+    """Refuses merges of or into what is no token: the library refuses some of them, and panics at others."""
+    for i, (left, right) in enumerate(pairs):
+        for token in (left, right, left + right):
+            if not token or token not in vocab:
+                raise ModelError(
+                    f"tokenizer.ggml.merges: entry {i} is {shown(f'{left} {right}')}; {shown(token)} is not in "
+                    "tokenizer.ggml.tokens"
+                )
 
 
 def _byte_alphabet() -> dict[str, int]:

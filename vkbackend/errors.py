@@ -25,7 +25,7 @@ def quoted(text: str) -> str:
     """A name out of a file for a message of one line: in quotes, cut short, unprintable characters escaped."""
     text = text[:100]
     if not text.isprintable():
-        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)[:100]
     return f"'{text}'"
 
 
