@@ -20,7 +20,7 @@ from vkbackend.device.base import Limits
 from vkbackend.device.null import NullBuffer
 from vkbackend.errors import VkBackendError
 from vkbackend.graph import Graph, Role, Tensor, bound
-from vkbackend.ops.op import At, Bind, Dispatch, Kernel, Lowering, Op, scratch
+from vkbackend.ops.op import At, Bind, Dispatch, Kernel, Lowering, Op, counters, scratch
 from vkbackend.schedule import ALIGN, ARENA, INPUTS, OUTPUTS, Launch, Plan, overlaps, plan
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -364,3 +364,24 @@ def test_two_names_for_one_result_take_one_place() -> None:
 
 def test_an_empty_graph() -> None:
     assert plan(Graph(), Limits()).n_words == {ARENA: 0, INPUTS: 0, OUTPUTS: 0}
+
+
+def test_counters_lie_behind_the_inputs_and_share_words_between_levels() -> None:
+    """Zero before and after a dispatch: one level's counters serve the next, those of one level lie apart."""
+    m = Maker(random.Random(0))
+    x, y, z, w = m.graph.input("x", (3,)), *(m.graph.temp(name, (3,)) for name in "yzw")
+    done = [counters("done", n) for n in (3, ALIGN + 1, 3)]
+    m.node([([x], [y, done[0]])], [([y], [z, done[1]])])
+    m.node([([x], [w, done[2]])])  # in the first level as well
+    result, where = made_plan(m)
+    places = []
+    for (_, dispatch), t in zip(m.made, done, strict=True):
+        level, launch = where[dispatch.kernel.name]
+        at = [b.tensor for b in dispatch.binds].index(t)
+        assert launch.buffers[at] == INPUTS
+        places.append((level, launch.push[at]))
+    start = result.inputs["x"][0] + ALIGN
+    assert [level for level, _ in places] == [0, 1, 0]
+    assert places[1][1] == start and sorted([places[0][1], places[2][1]])[0] >= start
+    assert places[0][1] != places[2][1]
+    assert result.counters == range(start, result.n_words[INPUTS]) and len(result.counters) == 2 * ALIGN

@@ -3,6 +3,7 @@
 Softmax attention (Vaswani et al. 2017). Few rows per sequence: split over the keys in chunks of a fixed size as in
 flash decoding (Dao et al. 2023); a row's arithmetic depends on its position only, not on the batch it is in nor on
 `kv_bound`. Prompts: tiles of rows by keys as in flash attention (Dao et al. 2022), which differ from it by rounding.
+Models use this op for prompts; they decode with `rope_attention`, which is one dispatch.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def attention(
 
 
 def _reference(node: Node, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
-    reference_attention(*inputs, node.attrs.n_tokens, outputs[0])
+    q, gate, k_cache, v_cache, step = inputs
+    reference_attention(q, gate, k_cache, v_cache, step, node.attrs.n_tokens, outputs[0])
 
 
 def reference_attention(
