@@ -151,6 +151,17 @@ def test_parts(tmp_path: Path, rng: np.random.Generator, arch: str) -> None:
     assert f"{arch}.nextn_predict_layers" not in open_gguf(trunk).metadata
 
 
+def test_tensors_that_few_checkpoints_have(tmp_path: Path, rng: np.random.Generator) -> None:
+    config, t = tiny(rng)
+    t["mtp.embed_tokens.weight"] = t["model.embed_tokens.weight"] + np.float32(1)
+    t["mtp.lm_head.weight"] = t["lm_head.weight"] + np.float32(1)
+    t["model.layers.1.self_attn.rotary_emb.inv_freq"] = np.ones(2, np.float32)
+    file = open_gguf(convert(write_checkpoint(tmp_path / "hf", config, t), tmp_path, "f32"))
+    for name, source in (("embed_tokens", "mtp.embed_tokens"), ("shared_head_head", "mtp.lm_head")):
+        assert np.array_equal(dequantised(file, f"blk.2.nextn.{name}.weight"), t[source + ".weight"])
+    assert not any("rotary" in name for name in file.tensors)
+
+
 def test_a_checkpoint_without_the_block_its_config_speaks_of(tmp_path: Path, rng: np.random.Generator) -> None:
     config, t = tiny(rng)
     folder = write_checkpoint(tmp_path / "hf", config, {n: x for n, x in t.items() if not n.startswith("mtp.")})

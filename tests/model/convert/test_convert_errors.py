@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hf_checkpoint import Tensors, tiny, write_checkpoint, write_safetensors
 
 from vkbackend.errors import ModelError
 from vkbackend.model.convert import convert
+from vkbackend.model.convert.checkpoint import open_checkpoint, read_rows
 
 Change = Callable[[dict[str, Any], Tensors], object]
 
@@ -50,6 +52,7 @@ def refuse(tmp_path: Path, config: dict[str, Any], tensors: Tensors, message: st
         (lambda c, t: t.pop("model.layers.0.linear_attn.A_log"), r"no tensor 'model\.layers\.0\.linear_attn\.A_log'"),
         (lambda c, t: c.update(head_dim=32), r"q_proj\.weight' has shape \[64, 32\]; \[128, 32\] is needed"),
         (lambda c, t: t.update({"model.layers.0.extra": t["lm_head.weight"]}), r"unknown.*'model\.layers\.0\.extra'"),
+        (lambda c, t: t.update({"mtp.extra": t["lm_head.weight"]}), r"unknown.*'mtp\.extra'"),
         (lambda c, t: t.update({"model.layers.2.extra": t["lm_head.weight"]}), "1 tensors are unknown"),
         (lambda c, t: t.update({"lm_head.weight": t["lm_head.weight"].astype(np.int64)}), "elements of type I64"),
         (lambda c, t: t["model.layers.1.mlp.up_proj.weight"].fill(np.nan), r"'blk\.1\.ffn_up\.weight' holds nan"),
@@ -157,6 +160,16 @@ def test_damaged_files(tmp_path: Path, rng: np.random.Generator) -> None:
     path.write_bytes(whole)
     assert convert(folder, tmp_path / "out.gguf").is_file()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "out.gguf"]
+
+
+def test_a_file_cut_short_while_it_is_read(tmp_path: Path, rng: np.random.Generator) -> None:
+    folder = write_checkpoint(tmp_path / "hf", *tiny(rng))
+    tensors = open_checkpoint(folder)
+    name, last = max(tensors.items(), key=lambda item: item[1].offset)
+    with (folder / "model.safetensors").open("ab") as f:
+        f.truncate(last.offset + 4)
+    with pytest.raises(ModelError, match=rf"'{re.escape(name)}': \d+ elements are needed at byte \d+, 1 are there"):
+        read_rows(last, name, 0, last.n_rows)
 
 
 def test_a_failing_disk_leaves_the_old_file(
