@@ -17,6 +17,9 @@ from vkbackend.errors import VkBackendError
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (default: the process's own) and returns its exit status."""
     parser = build_parser()
+    for out in (sys.stdout, sys.stderr):  # what the terminal's encoding lacks must not end the job
+        if hasattr(out, "reconfigure"):
+            out.reconfigure(errors="replace")
     try:
         args = parser.parse_args(argv)
     except SystemExit as end:  # argparse has printed why
@@ -45,8 +48,8 @@ class UsageError(Exception):
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message on one line."""
-    return " ".join(str(error).split())
+    """An error's message on one line, without what moves a terminal's cursor."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(str(error).split()))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -82,9 +82,6 @@ def run(args: argparse.Namespace) -> int:
         ids = chat_prompt(model.tokenizer, text) if args.chat else model.tokenizer.encode(text)
     pieces = stream(model, ids, args.n_predict, sampling, spec, args.stop, args.ctx_size, args.ignore_eos)
     if not args.json:
-        # What the terminal's encoding lacks must not end the text.
-        if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="replace")
         for piece in pieces:
             print(piece, end="", flush=True)
         print(flush=True)

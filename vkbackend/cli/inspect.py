@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vkbackend.model.gguf import GGUFFile
 
 LONG_ARRAY = 8  # arrays of more values are shown as their length
+LONGEST_CELL = 300  # characters
 
 
 def add(commands: Commands) -> None:
@@ -76,10 +77,12 @@ def _print_text(path: Path, file: GGUFFile, hparams: dict[str, Any], problem: st
     kinds = Counter(type_name(t.type) for t in file.tensors.values())
     print("types: " + ", ".join(f"{name} x {n}" for name, n in kinds.most_common()))
     print()
-    print(table([["KEY", "VALUE"], *([key, str(_short(value))] for key, value in file.metadata.items())]))
+    print(table([["KEY", "VALUE"], *([_cell(key), _cell(_short(v))] for key, v in file.metadata.items())]))
     print()
     rows = [["TENSOR", "SHAPE", "TYPE", "BYTES"]]
-    rows += [[t.name, " x ".join(map(str, t.shape)), type_name(t.type), str(t.nbytes)] for t in file.tensors.values()]
+    rows += [
+        [_cell(t.name), " x ".join(map(str, t.shape)), type_name(t.type), str(t.nbytes)] for t in file.tensors.values()
+    ]
     print(table(rows))
 
 
@@ -99,6 +102,12 @@ def _short(value: Any) -> Any:
         return value if len(value) <= 200 else f"{value[:200]}... ({len(value)} characters)"
     if hasattr(value, "tolist"):
         value = value.tolist()
-    if isinstance(value, list | tuple) and len(value) > LONG_ARRAY:
-        return f"[{len(value)} values]"
+    if isinstance(value, list):
+        return [_short(v) for v in value] if len(value) <= LONG_ARRAY else f"[{len(value)} values]"
     return value
+
+
+def _cell(value: Any) -> str:
+    """A cell of a table: what a stranger wrote may neither move the cursor nor widen every row without bounds."""
+    text = str(value)[:LONGEST_CELL]
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
