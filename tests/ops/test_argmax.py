@@ -77,3 +77,16 @@ def test_columns_must_be_contiguous() -> None:
     g = Graph()
     with pytest.raises(VkBackendError, match="contiguous"):
         argmax(g, g.temp("t", (5, 3)).permute(1, 0))
+
+
+def test_one_after_another_with_the_same_counters(kompute: KomputeDevice, rng: np.random.Generator) -> None:
+    """Both write one result, so they stand in two levels and share counters: the first must leave them zero."""
+    a, b = (rng.standard_normal((3, 2 * SPAN + 9)).astype(np.float32) for _ in range(2))
+    g = Graph()
+    out = argmax(g, g.input("a", a.shape))
+    argmax(g, g.input("b", b.shape), out=out)
+    g.output("y", out)
+    program = kompute.compile(g, poison=True)
+    for _ in range(2):
+        assert program.run({"a": a, "b": b})["y"].tolist() == b.argmax(-1).tolist()
+        a, b = b, a
