@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mixer_layer import Floats, Layer, Mixer, Result, cut, definition, feed, make_layer, same
+from mixer_layer import Floats, Layer, Mixer, Result, add_mixer, cut, definition, feed, make_layer, same
 from numpy.typing import NDArray
 
-from vkbackend.device.base import Device
+from vkbackend.device.base import Device, Limits
 from vkbackend.device.numpy import NumpyDevice
+from vkbackend.graph import Graph
 from vkbackend.ops.case import POISON, nmse
 from vkbackend.ops.delta_net_blocks import BLOCK, WORTH_BLOCKS, n_by_blocks
-from vkbackend.ops.delta_net_mixer import ROWS
+from vkbackend.ops.delta_net_mixer import OP, ROWS
+from vkbackend.ops.op import At
 
 
 def check_outputs(layer: Layer, proj: Floats, got: Result, first: int = 0, worst: float = 1e-11) -> None:
@@ -192,6 +194,17 @@ def test_vectors_of_no_length(device: Device, rng: np.random.Generator) -> None:
 
 
 # ---- apart
+
+
+def test_all_that_a_dispatch_addresses_is_declared() -> None:
+    """Or the scheduler would give the memory of a scratch tensor away before its last reader has run."""
+    layer = make_layer(np.random.default_rng(0), n_rs_seq=2)
+    mixer, g = Mixer(NumpyDevice(), layer), Graph()
+    add_mixer(g, layer, mixer.conv, mixer.state, 40, 2)
+    for stage in OP.lower(g.nodes[0], Limits(max_shared_bytes=32768)):
+        for d in stage:
+            declared = {b.tensor.storage for b in (*d.binds, *d.also)}
+            assert {v.tensor.storage for v in d.push if isinstance(v, At)} <= declared, d.kernel.name
 
 
 def test_sequences_do_not_meet(device: Device, rng: np.random.Generator) -> None:
