@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from vkbackend.errors import ModelError
 from vkbackend.model.convert import convert, write
+from vkbackend.model.convert.config import read_config
 from vkbackend.model.gguf import open_gguf
 from vkbackend.model.hparams import read_hparams
 
@@ -212,3 +214,15 @@ def test_memory_does_not_grow_with_the_model(
     finally:
         tracemalloc.stop()
     assert peak < largest / 2, f"{peak >> 10} KiB at once, the largest tensor has {largest >> 10}"
+
+
+def test_what_configs_leave_out(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Defaults are transformers': a quarter of the head rotates, every fourth layer attends."""
+    config, _ = tiny(rng)
+    for key in ("rope_parameters", "layer_types", "full_attention_interval"):
+        del config[key]
+    config |= {"num_hidden_layers": 8, "rope_theta": 1e6, "rope_scaling": {"mrope_section": [2, 1, 1]}, "head_dim": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    c = read_config(tmp_path)
+    assert (c.n_rot, c.interval, c.rope_sections) == (8, 4, (2, 1, 1, 0))
+    assert c.recurrent == (True, True, True, False) * 2
