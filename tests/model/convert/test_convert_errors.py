@@ -56,6 +56,7 @@ def refuse(tmp_path: Path, config: dict[str, Any], tensors: Tensors, message: st
         (lambda c, t: t.update({"model.layers.2.extra": t["lm_head.weight"]}), "1 tensors are unknown"),
         (lambda c, t: t.update({"lm_head.weight": t["lm_head.weight"].astype(np.int64)}), "elements of type I64"),
         (lambda c, t: t["model.layers.1.mlp.up_proj.weight"].fill(np.nan), r"'blk\.1\.ffn_up\.weight' holds nan"),
+        (lambda c, t: t["lm_head.weight"].fill(-7e4), r"'output\.weight' holds 70000; F16"),
         (lambda c, t: t["model.norm.weight"].fill(np.inf), r"'output_norm\.weight' holds inf"),
         (lambda c, t: t["lm_head.weight"].fill(7e4), r"'output\.weight' holds 70000; F16 .* 65504: take bf16"),
     ],
