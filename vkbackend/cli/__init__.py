@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from vkbackend.errors import VkBackendError
@@ -25,7 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:  # argparse has printed why
         return int(end.code or 0)
     try:
-        status: int = args.run(args)
+        with warnings.catch_warnings():
+            # Of NumPy, over weights that are no numbers: what comes out is judged by the sampler, in one line.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            status: int = args.run(args)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
