@@ -22,6 +22,7 @@ from vkbackend.errors import ModelError, quoted, shown
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
+_STARTS = tuple(MAGIC + struct.pack("<I", version) for version in VERSIONS)
 MAX_DIMS = 4
 MAX_NESTING = 2  # arrays of arrays, no deeper
 
@@ -36,19 +37,37 @@ _EMPTY.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True)
+class RowRuns:
+    """Some rows of a tensor that has n_groups groups of group_rows rows.
+
+    Each run (first, end) takes those rows of every group; one run follows the other.
+    """
+
+    n_groups: int
+    group_rows: int
+    runs: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a file: NumPy-order shape, quantisation id, place and size in bytes."""
+    """One tensor of a file: NumPy-order shape, quantisation id, place and size in bytes.
+
+    part: which file of a split model it lies in. runs: the rows that it is of what lies at offset, where not all.
+    """
 
     name: str
     shape: tuple[int, ...]
     type: int
     offset: int
     nbytes: int  # -1: the quantisation is unknown
+    part: int = 0
+    runs: RowRuns | None = None
 
 
 @dataclass(eq=False)
 class GGUFFile:
-    """An open file. `metadata` maps keys to Python values; arrays of numbers are NumPy arrays."""
+    """An open file, or all files of a split model. `metadata` maps keys to Python values; arrays of numbers are
+    NumPy arrays. `path` and `metadata` are those of the first file."""
 
     path: Path
     version: int
@@ -56,9 +75,24 @@ class GGUFFile:
     tensors: dict[str, TensorInfo]
     alignment: int
     _map: mmap.mmap = field(repr=False)
+    _later_maps: tuple[mmap.mmap, ...] = field(default=(), repr=False)  # of the other parts
 
     def tensor_bytes(self, name: str) -> NDArray[np.uint8]:
-        """The raw block bytes of a tensor, a read-only view of the file. `ModelError` if it can not be read."""
+        """The raw block bytes of a tensor, a read-only view of the file; a copy where it is some rows of another.
+
+        Raises `ModelError` if it can not be read.
+        """
+        info = self.readable(name)
+        data = (self._map, *self._later_maps)[info.part]
+        if info.runs is None:
+            return np.frombuffer(data, np.uint8, info.nbytes, info.offset)
+        block, size = _QUANT_SIZES[info.type]
+        shape = (info.runs.n_groups, info.runs.group_rows, info.shape[-1] // block * size)
+        groups = np.frombuffer(data, np.uint8, math.prod(shape), info.offset).reshape(shape)
+        return np.concatenate([groups[:, first:end].reshape(-1) for first, end in info.runs.runs])
+
+    def readable(self, name: str) -> TensorInfo:
+        """A tensor that is there, in a known quantisation. Raises `ModelError` where it is not."""
         if name not in self.tensors:
             raise ModelError(f"{self.path}: there is no tensor {quoted(name)}")
         info = self.tensors[name]
@@ -67,7 +101,7 @@ class GGUFFile:
                 f"{self.path}: tensor {quoted(name)} has quantisation id {info.type}, which is unknown here; "
                 f"known ids are {', '.join(str(int(t)) for t in gguf.GGMLQuantizationType)}"
             )
-        return np.frombuffer(self._map, np.uint8, info.nbytes, info.offset)
+        return info
 
 
 class _Reader:
@@ -231,7 +265,19 @@ def _tensor_table(reader: _Reader, n: int, alignment: int) -> dict[str, TensorIn
             )
         tensors[name] = TensorInfo(name, shape, kind, start + offset, nbytes)
     _check_apart(reader, tensors)
+    _check_end(reader, max((t.offset + max(t.nbytes, 0) for t in tensors.values()), default=start), alignment)
     return tensors
+
+
+def _check_end(reader: _Reader, end: int, alignment: int) -> None:
+    """Refuses a file that goes on with another one: parts of a split model are not joined by writing them in a row."""
+    reader.what, reader.at = "end of data", -(-end // alignment) * alignment
+    for at in (end, reader.at):
+        if reader.data[at : at + 8] in _STARTS:
+            raise reader.fail(
+                "another GGUF file follows; parts of a split model stay files of their own (or are joined by a tool "
+                "for GGUF files): cut them apart here"
+            )
 
 
 def _check_apart(reader: _Reader, tensors: Mapping[str, TensorInfo]) -> None:

@@ -12,17 +12,17 @@ from vkbackend.device.pace import Pace
 from vkbackend.errors import ContextError, DeviceError, ModelError
 from vkbackend.model.burst import Burst, DraftBurst, PlainBurst
 from vkbackend.model.context import Context
-from vkbackend.model.gguf import GGUFFile, open_gguf
+from vkbackend.model.gguf import GGUFFile
 from vkbackend.model.hparams import HParams, read_hparams
 from vkbackend.model.memory import Memory, MemoryShape
 from vkbackend.model.mtp import MtpContext, MtpKeys, build_mtp, request_mtp
+from vkbackend.model.qwen3next import unpacked
 from vkbackend.model.qwen35 import HIDDEN_KINDS, Trunk, build_trunk, request_block, request_head
+from vkbackend.model.split import open_model
 from vkbackend.model.tokenizer import Tokenizer
 from vkbackend.model.weights import WeightLoader
 
 log = logging.getLogger("vkbackend")
-
-ARCHS = ("qwen35", "qwen35moe")
 
 
 class Model:
@@ -140,7 +140,7 @@ def load(
     n_ubatch: int = 512,
     progress: Callable[[int, int], None] | None = None,
 ) -> Model:
-    """Loads a GGUF file onto a device.
+    """Loads a GGUF file, or all parts of a split one given any of them, onto a device.
 
     device: a name as in `vkb.devices()`, "auto", or an open device. draft: a separate file with the MTP block.
     n_ubatch: most prompt tokens in one submission. progress: called with (done_bytes, total_bytes).
@@ -149,10 +149,10 @@ def load(
     """
     if n_ubatch < 1:
         raise ContextError(f"n_ubatch is {n_ubatch}; at least 1 is needed")
-    file = open_gguf(path)
+    file = open_model(path)
     hp = read_hparams(file)
-    if hp.arch not in ARCHS:
-        raise ModelError(f"{path}: architecture '{hp.arch}' is not supported yet; supported: {', '.join(ARCHS)}")
+    if hp.arch == "qwen3next":
+        file = unpacked(file, hp)
     tokenizer = Tokenizer.from_gguf(file)
     opened = open_device(device) if isinstance(device, str) else device
     replaceable = device == "auto" and opened.info.kind != "reference"
@@ -194,7 +194,7 @@ def _mtp_source(file: GGUFFile, hp: HParams, draft: str | Path | None) -> tuple[
     if draft is None:
         has_block = hp.n_nextn > 0 and f"blk.{hp.n_main}.nextn.eh_proj.weight" in file.tensors
         return (file if has_block else None), hp
-    other = open_gguf(draft)
+    other = open_model(draft)
     draft_hp = read_hparams(other)
     for name in ("n_embd", "n_vocab"):
         mine, theirs = getattr(hp, name), getattr(draft_hp, name)

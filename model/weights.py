@@ -145,7 +145,7 @@ class WeightLoader:
         if name not in file.tensors:
             raise ModelError(f"{file.path}: tensor '{name}' is missing; the file is incomplete or of another layout")
         info = file.tensors[name]
-        file.tensor_bytes(name)  # refuses unknown quantisation ids, naming tensor and id
+        file.readable(name)  # refuses unknown quantisation ids, naming tensor and id
         try:
             dequantize(np.zeros(_block(info)[1], np.uint8), info.type, (-1,))
         except ModelError as error:

@@ -31,9 +31,10 @@ MODELS = [
     "dense-k-q4_k_m",
     "dense-k-q6_k",
     "moe-q4_k_m",
+    "next-q4_k_m",
 ]
 if os.environ.get("VKBACKEND_FULL"):
-    MODELS += ["moe-f16", "moe-q8_0", "moe-q4_0"]
+    MODELS += [f"{m}-{q}" for m in ("moe", "next") for q in ("f16", "q8_0", "q4_0")]
 LENGTHS = [1, 5, 33, 100]
 
 

@@ -25,9 +25,9 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from vkbackend.model.gguf import open_gguf
+    from vkbackend.model.split import open_model
 
-    file = open_gguf(args.file)
+    file = open_model(args.file)
     hparams, problem = _hparams(file)
     if args.json:
         print_json(
