@@ -24,6 +24,7 @@ from vkbackend.model.qwen35 import StepShape
 
 MAX_PROGRAMS = 64  # recorded shapes kept per context
 SMALLEST_KV_BOUND = 256
+MEASURED_RUNS = 3
 FEWEST_ROWS = 32  # of a prompt in one submission, however slow the device
 LOGITS_WORDS = 16 << 20  # most logits (rows * n_vocab) that one ubatch returns
 
@@ -158,15 +159,19 @@ class Context:
         return max(FEWEST_ROWS, self._pace.most(self.n_ubatch))
 
     def _measure(self) -> None:
-        """Runs a small batch for its time only. An empty sequence does not care what lies in its memory."""
+        """Runs a small batch for its time only: the last of a few runs, as idle cards need some work to wake up.
+
+        An empty sequence does not care what lies in its memory.
+        """
         seq = next((i for i, s in enumerate(self._memory.seqs) if s.n_past == 0), None)
         if seq is None or self.n_ctx < FEWEST_ROWS:
             return
         program = self._program(StepShape(FEWEST_ROWS, 1, kv_bucket(FEWEST_ROWS, self.n_ctx), "none", self.hidden))
         names = {"tokens": np.zeros(FEWEST_ROWS, np.int32), "step": np.array([[0], [seq]], np.int32)}
-        start = perf_counter()
-        program.run(names)
-        self._pace.note(FEWEST_ROWS, perf_counter() - start)
+        for _ in range(MEASURED_RUNS):
+            start = perf_counter()
+            program.run(names)
+            self._pace.note(FEWEST_ROWS, perf_counter() - start)
 
     def _program(self, shape: StepShape) -> Program:
         if shape in self._programs:

@@ -36,8 +36,9 @@ _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
 
 def defines(kernel: Kernel, subgroup: bool) -> list[str]:
-    """Every -D option of one variant of a kernel."""
-    return [f"LOCAL_SIZE={kernel.local_size}", *(["SUBGROUP=1"] if subgroup else []), *kernel.defines]
+    """Every -D option of one variant of a kernel. A shader without subgroups has one variant."""
+    asked = subgroup and any(b"SUBGROUP" in path.read_bytes() for path in _sources(f"{kernel.name}.comp"))
+    return [f"LOCAL_SIZE={kernel.local_size}", *(["SUBGROUP=1"] if asked else []), *kernel.defines]
 
 
 def content_hash(kernel: Kernel, subgroup: bool) -> str:

@@ -17,12 +17,16 @@ Tap load_tap(uint channel, uint slot, uint n_past, uint row0, uint first, uint c
         uint back = MAX_TAPS - 1u - j;
         tap.weight[j] = back < TAPS ? w[push.conv_w_at + channel * TAPS + (TAPS - 1u - back)] : 0.0;
         tap.past[j] = 0.0;
-        if (back > 0u && back < TAPS) {
-            if (back <= first) {
+        if (back > 0u && back < TAPS && back > first && back <= n_past + first) {
+            uint column = (n_past + first - back) % push.n_columns;
+            tap.past[j] = conv_ring[push.conv_ring_at + (slot * push.n_columns + column) * conv_dim + channel];
+        }
+    }
+    if (first > 0u) {  // apart, so that decoding has its loads under way together
+        [[unroll]] for (uint j = 0u; j < MAX_TAPS; ++j) {
+            uint back = MAX_TAPS - 1u - j;
+            if (back > 0u && back < TAPS && back <= first) {
                 tap.past[j] = p[push.qkv_at + (row0 + first - back) * push.p_row + channel];
-            } else if (back <= n_past + first) {
-                uint column = (n_past + first - back) % push.n_columns;
-                tap.past[j] = conv_ring[push.conv_ring_at + (slot * push.n_columns + column) * conv_dim + channel];
             }
         }
     }

@@ -106,22 +106,25 @@ void load_piece(uvec3 planes, uint n_in, uint row, uint piece, out Chunk halves[
 }
 
 Chunk load_chunk(uvec3 planes, uint n_in, uint row, uint chunk) {
-    Chunk halves[2];
-    load_piece(planes, n_in, row, chunk / 2u, halves);
-    bool second = chunk % 2u == 1u;
-    Chunk c = halves[0];
+    vec2 factor, offset;
+    load_scales(planes, n_in, row, chunk / 2u, factor, offset);
+    Chunk c;
+    c.factor = factor[chunk % 2u];
+#ifdef HAS_OFFSET
+    c.offset = offset[chunk % 2u];
+#endif
 #ifdef HAS_NIBBLES
-    c.q = second ? halves[1].q : c.q;
+    c.q = w_pairs[planes.x / 2u + row * (n_in / 16u) + chunk];
 #endif
 #ifdef HAS_PAIRS
-    c.pairs = second ? halves[1].pairs : c.pairs;
+#ifdef HAS_NIBBLES
+    c.pairs = w_words[planes.y + row * (n_in / 16u) + chunk];
+#else
+    c.pairs = w_words[planes.x + row * (n_in / 16u) + chunk];
+#endif
 #endif
 #ifdef HAS_BITS
-    c.bits = second ? halves[1].bits : c.bits;
-#endif
-    c.factor = second ? halves[1].factor : c.factor;
-#ifdef HAS_OFFSET
-    c.offset = second ? halves[1].offset : c.offset;
+    c.bits = w_words[planes.y + row * ((n_in / 32u + 3u) & ~3u) + chunk / 2u] >> (chunk % 2u * 16u);
 #endif
     return c;
 }

@@ -12,7 +12,7 @@ import pkgutil
 from vkbackend.ops.eager import eager
 from vkbackend.ops.op import Op
 
-_NOT_OPS = {"op", "case", "eager", "delta_net_blocks"}
+_NOT_OPS = {"op", "case", "eager", "delta_net_blocks", "linear_prompt"}
 
 
 def all_ops() -> list[Op]:

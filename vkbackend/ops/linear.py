@@ -2,7 +2,7 @@
 
 Before the product: RMS norm of x. After it: a residual added, or SwiGLU over interleaved gate and up rows. Up to
 16 rows of x go through `linear_rows`, whose results do not depend on the number of rows; more rows (prompts)
-through a tiled product.
+through the products of `linear_prompt.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from vkbackend.device.base import Limits
 from vkbackend.graph import Graph, Node, Tensor
 from vkbackend.ops.case import Case, CaseBuilder
+from vkbackend.ops.linear_prompt import Part, prompt_kernels, prompt_stages
 from vkbackend.ops.op import (
     Array,
     At,
@@ -26,28 +27,16 @@ from vkbackend.ops.op import (
     Op,
     PushValue,
     check,
-    scratch,
     silu,
     spread,
 )
-from vkbackend.ops.rms_norm import rms_norm_dispatch
 from vkbackend.packing import plane_starts
 
 MAX_ROWS = 16  # of x, for the batch-invariant kernel
-SCALE_GROUPS = Kernel("scale_groups", 128)
 ROWS_LANES = 128  # invocations in a workgroup of linear_rows
 LANES, TEAMS = 8, ROWS_LANES // 8  # of these (include/lanes.glsl)
-PIECE = {
-    False: 16,
-    True: 32,
-}  # columns a lane takes at a time: of floats, of formats with blocks (weights.glsl: HALVES)
-TILE_BYTES = 16384  # of shared memory for x
-# From sweeps on an H200, see docs/performance.md:
-ENOUGH_TEAMS = 14000  # below this many teams, several share a row so that the device is filled
-LARGE = 32768  # weight rows
-WORTH_SHARING = 16  # rows of a workgroup from which on x is prepared in shared memory
-TILED_LANES = 64  # invocations in a workgroup of linear_tiled
-ENOUGH_TILES = 256  # workgroups of linear_blocks below which tiles are cut smaller
+ENOUGH_TEAMS = 24576  # below this many teams, several share a row so that the device is filled
+LARGE, MEDIUM = 32768, 4096  # weight rows; these three from a sweep on an H200, see docs/performance.md
 FORMATS = (
     "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1",
     "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4",
@@ -181,22 +170,11 @@ def _lower(node: Node, limits: Limits) -> Lowering:
         at += width
     if x.shape[0] <= MAX_ROWS:
         return [[_rows(attrs, of, w, out, residual, limits) for w, out, residual in pieces]]
-    stages: Lowering = []
-    if of.norm is not None:
-        x = scratch("linear: normed x", x.shape)
-        stages.append([rms_norm_dispatch(of.x, of.norm, x, attrs.eps, limits)])
-    if of.squares is not None:
-        x = scratch("linear: scaled x", x.shape)
-        stages.append([_scale_groups(of.x, of.squares, x, attrs.eps, limits)])
-    stages.append([_tiled(attrs, x, w, out, residual, limits) for w, out, residual in pieces])
-    return stages
-
-
-def _scale_groups(x: Tensor, squares: Tensor, y: Tensor, eps: float, limits: Limits) -> Dispatch:
-    n_rows, n_groups, n_parts = squares.shape
-    push = (At(x), x.strides[0], At(squares), At(y), x.shape[1], n_rows, n_groups, n_parts, float(eps))
-    binds = (Bind(x, "r"), Bind(squares, "r"), Bind(y, "w"))
-    return Dispatch(SCALE_GROUPS, binds, push, spread(n_rows, limits.max_groups[0]))
+    return prompt_stages(
+        x,
+        [Part(w, plane_places(w), out, residual) for w, out, residual in pieces],
+        norm=of.norm, squares=of.squares, eps=attrs.eps, swiglu=attrs.swiglu, limits=limits,
+    )  # fmt: skip
 
 
 def plane_places(w: Tensor) -> tuple[PushValue, PushValue, PushValue]:
@@ -229,87 +207,37 @@ def _rows(
     if attrs.swiglu:
         defines.append("SWIGLU")
     kernel = Kernel("linear_rows", ROWS_LANES, tuple(defines))
-    wide = w.dtype not in ("f32", "f16", "bf16")
-    n_r, split, ahead, tile = _shape_of_work(n_out, n_in, x.shape[0], wide, limits)
+    n_r, split, ahead = _shape_of_work(n_out, n_in, x.shape[0], limits)
     groups = spread(-(-n_out * split // (TEAMS * n_r)), limits.max_groups[0])
-    return Dispatch(kernel, tuple(binds), tuple(push), groups, spec=(x.shape[0], n_r, split, ahead, tile))
+    return Dispatch(kernel, tuple(binds), tuple(push), groups, spec=(x.shape[0], n_r, split, ahead))
 
 
-def _shape_of_work(n_out: int, n_in: int, n_tokens: int, wide: bool, limits: Limits) -> tuple[int, int, int, int]:
-    """(weight rows a team takes, teams that share them, pieces loaded ahead, columns of x in shared memory or 0).
+def _shape_of_work(n_out: int, n_in: int, n_tokens: int, limits: Limits) -> tuple[int, int, int]:
+    """(weight rows a team takes, teams that share them, chunks loaded ahead).
 
     `split` sets the order of the sums, so it depends on the matrix only, never on the number of tokens.
     """
     if limits.subgroup_size <= 8:  # CPU drivers: there is nothing to fill, sharing the loads of x is what counts
-        return 4 if n_tokens <= 4 else 2, 1, 1, 0
-    pieces_per_lane = -(-n_in // (PIECE[wide] * LANES))
+        return 4 if n_tokens <= 4 else 2, 1, 1
+    chunks_per_lane = -(-n_in // (16 * LANES))
     split = 1
-    while n_out * split < ENOUGH_TEAMS and split < TEAMS and pieces_per_lane > split:
+    while n_out * split < ENOUGH_TEAMS and split < TEAMS and chunks_per_lane > split:
         split *= 2
-    n_r = 8 if split == 8 and pieces_per_lane > 8 else 2 if split <= 2 and pieces_per_lane <= 2 * split else 4
-    if n_tokens > 2:
-        n_r = 8 if split > 2 or n_out >= LARGE else 4
+    if n_tokens <= 2:
+        n_r = 8 if n_out >= LARGE else 4 if n_out >= MEDIUM else 2
+    else:
+        n_r = 8 if n_out >= LARGE // 2 else 4
     while n_r * n_tokens > 32:  # sums held in registers
         n_r //= 2
-    ahead = 2 if n_tokens == 1 and 4 * split <= pieces_per_lane else 1
-    shared = n_r * TEAMS // split >= WORTH_SHARING
-    return n_r, split, ahead, _tile(n_in, n_tokens, PIECE[wide] * LANES * split) if shared else 0
-
-
-def _tile(n_in: int, n_tokens: int, step: int) -> int:
-    """Columns of x that a workgroup keeps in shared memory at a time, a multiple of `step` and of 512; 0 for none."""
-    step = max(step, 4 * ROWS_LANES)
-    most = TILE_BYTES // (4 * n_tokens) // step * step
-    return min(most, -(-n_in // step) * step)
-
-
-def _tiled(attrs: Attrs, x: Tensor, w: Tensor, y: Tensor, residual: Tensor | None, limits: Limits) -> Dispatch:
-    n_out, n_in = w.shape
-    binds = [Bind(w, "r"), Bind(x, "r"), Bind(y, "w")]
-    defines = [f"W_{w.dtype.upper()}"]
-    push: list[PushValue] = [*plane_places(w), n_in, n_out, At(x), x.strides[0], At(y), y.strides[0], x.shape[0]]
-    if residual is not None:
-        binds.append(Bind(residual, "r"))
-        defines.append("RESIDUAL")
-        push += [At(residual), residual.strides[0]]
-    else:
-        push += [0, 0]
-    if attrs.swiglu:
-        defines.append("SWIGLU")
-    tiles = _cpu_tiles if limits.subgroup_size <= 8 else _gpu_tiles
-    name, local_size, spec, tile_w, tile_x = tiles(n_out, x.shape[0])
-    n_w_tiles, n_x_tiles = -(-n_out // tile_w), -(-x.shape[0] // tile_x)
-    groups = spread(n_w_tiles * n_x_tiles, limits.max_groups[0])
-    kernel = Kernel(name, local_size, tuple(defines))
-    return Dispatch(kernel, tuple(binds), (*push, n_w_tiles), groups, spec=spec)
-
-
-_Tiles = tuple[str, int, tuple[int, int], int, int]  # kernel, local size, specialisation, tile along weights, along x
-
-
-def _cpu_tiles(n_out: int, n_rows: int) -> _Tiles:
-    """CPU drivers read shared memory lane by lane: weights stay in registers, only x is shared."""
-    n_w, n_x = 8, 4
-    while n_w > 2 and n_out <= TILED_LANES * n_w // 2:
-        n_w //= 2
-    return "linear_tiled", TILED_LANES, (n_w, n_x), TILED_LANES * n_w, n_x
-
-
-def _gpu_tiles(n_out: int, n_rows: int) -> _Tiles:
-    """The largest tile that still leaves enough workgroups."""
-    for n_w, n_x in ((8, 8), (8, 4), (4, 4)):
-        tile_w, tile_x = 16 * n_w, 8 * n_x
-        if -(-n_out // tile_w) * -(-n_rows // tile_x) >= ENOUGH_TILES:
-            break
-    return "linear_blocks", 128, (n_w, n_x), tile_w, tile_x
+    # Loading ahead makes kernels longer, and where many kernels take turns, reading them in costs more than it saves.
+    ahead = 2 if n_tokens == 1 and n_out >= LARGE and split * 2 <= chunks_per_lane else 1
+    return n_r, split, ahead
 
 
 def _kernels() -> list[Kernel]:
-    out = [SCALE_GROUPS]
+    out = prompt_kernels(FORMATS)
     for fmt in FORMATS:
         for after in ((), ("RESIDUAL",), ("SWIGLU",)):
-            out.append(Kernel("linear_tiled", TILED_LANES, (f"W_{fmt.upper()}", *after)))
-            out.append(Kernel("linear_blocks", 128, (f"W_{fmt.upper()}", *after)))
             for before in ((), ("NORM",), ("GROUPS",)):
                 out.append(Kernel("linear_rows", ROWS_LANES, (f"W_{fmt.upper()}", *before, *after)))
     return out

@@ -17,13 +17,14 @@ import numpy as np
 from vkbackend.device.base import Limits
 from vkbackend.graph import Graph, Node, Tensor
 from vkbackend.ops.case import Case, CaseBuilder
-from vkbackend.ops.linear import ENOUGH_TEAMS, FORMATS, LANES, MAX_ROWS, PIECE, TEAMS, plane_places
+from vkbackend.ops.linear import ENOUGH_TEAMS, FORMATS, LANES, MAX_ROWS, TEAMS, plane_places
 from vkbackend.ops.moe_group import group_dispatch, tile_count
 from vkbackend.ops.moe_route import check_router, route, route_dispatch
 from vkbackend.ops.op import Array, At, Bind, Dispatch, Kernel, Lowering, Op, check, scratch, sigmoid, silu, spread
 from vkbackend.ops.rms_norm import rms_norm_dispatch
 from vkbackend.ops.swiglu import swiglu_dispatch
 
+PIECE = {False: 16, True: 32}  # columns a lane takes at a time: of floats, of formats with blocks (HALVES)
 COMBINE = Kernel("moe_combine", 128)
 TILE_ROWS = 128  # weight rows of a workgroup of moe_tiles
 SHARED_BESIDE = 8192  # bytes of shared memory left to other things when x is kept there
