@@ -77,6 +77,11 @@ class GGUFFile:
     _map: mmap.mmap = field(repr=False)
     _later_maps: tuple[mmap.mmap, ...] = field(default=(), repr=False)  # of the other parts
 
+    @property
+    def n_parts(self) -> int:
+        """How many files it is split over."""
+        return 1 + len(self._later_maps)
+
     def tensor_bytes(self, name: str) -> NDArray[np.uint8]:
         """The raw block bytes of a tensor, a read-only view of the file; a copy where it is some rows of another.
 

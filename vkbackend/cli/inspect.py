@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
             {
                 "file": str(args.file),
                 "version": file.version,
+                "parts": file.n_parts,
                 "arch": file.metadata.get("general.architecture"),
                 "supported": not problem,
                 "problem": problem,
@@ -62,7 +63,8 @@ def _hparams(file: GGUFFile) -> tuple[dict[str, Any], str]:
 
 def _print_text(path: Path, file: GGUFFile, hparams: dict[str, Any], problem: str) -> None:
     total = sum(max(t.nbytes, 0) for t in file.tensors.values())
-    print(f"{path}: GGUF version {file.version}, {len(file.tensors)} tensors, {total / 2**20:.1f} MiB")
+    parts = f"{file.n_parts} parts, " if file.n_parts > 1 else ""
+    print(f"{path}: GGUF version {file.version}, {parts}{len(file.tensors)} tensors, {total / 2**20:.1f} MiB")
     if problem:
         print(f"can not be run: {problem}")
     else:
