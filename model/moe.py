@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vkbackend.errors import ModelError
 from vkbackend.graph import Graph, Tensor
 from vkbackend.model.gguf import GGUFFile
 from vkbackend.model.hparams import HParams
-from vkbackend.model.weights import Matrix, WeightLoader
+from vkbackend.model.weights import Matrix, WeightLoader, check_shape
 from vkbackend.ops.linear import linear
 from vkbackend.ops.moe_experts import moe_experts
 from vkbackend.ops.swiglu import swiglu
@@ -37,21 +36,21 @@ class MoeFfnKeys:
 def request_moe(loader: WeightLoader, file: GGUFFile, hp: HParams, b: str) -> MoeFfnKeys:
     """Asks the loader for the feed-forward of the block with prefix b, such as "blk.0."."""
     n_embd, n_ff, n_shared = hp.n_embd, hp.n_ff_exp, hp.n_ff_shexp
-    _check_shape(file, b + "ffn_gate_inp.weight", (hp.n_expert, n_embd))
-    _check_shape(file, b + "ffn_gate_inp_shexp.weight", (n_embd,))
+    check_shape(file, b + "ffn_gate_inp.weight", (hp.n_expert, n_embd))
+    check_shape(file, b + "ffn_gate_inp_shexp.weight", (n_embd,))
     fused, gate, up, down = (b + f"ffn_{n}_exps.weight" for n in ("gate_up", "gate", "up", "down"))
-    _check_shape(file, down, (hp.n_expert, n_embd, n_ff))
+    check_shape(file, down, (hp.n_expert, n_embd, n_ff))
     shared_gate, shared_up, shared_down = (b + f"ffn_{n}_shexp.weight" for n in ("gate", "up", "down"))
     for name, shape in ((shared_gate, (n_shared, n_embd)), (shared_up, (n_shared, n_embd))):
-        _check_shape(file, name, shape)
-    _check_shape(file, shared_down, (n_embd, n_shared))
+        check_shape(file, name, shape)
+    check_shape(file, shared_down, (n_embd, n_shared))
     separate_up = None
     if fused in file.tensors:
-        _check_shape(file, fused, (hp.n_expert, 2 * n_ff, n_embd))
+        check_shape(file, fused, (hp.n_expert, 2 * n_ff, n_embd))
         above = loader.matrix(file, (fused,), unit=2 * n_ff)
     else:
         for name in (gate, up):
-            _check_shape(file, name, (hp.n_expert, n_ff, n_embd))
+            check_shape(file, name, (hp.n_expert, n_ff, n_embd))
         if len({file.tensors[name].type for name in (gate, up) if name in file.tensors}) <= 1:
             above = loader.matrix(file, (gate, up), interleave=True, unit=n_ff)
         else:
@@ -64,15 +63,6 @@ def request_moe(loader: WeightLoader, file: GGUFFile, hp: HParams, b: str) -> Mo
         shared_gate_up=loader.matrix(file, (shared_gate, shared_up), interleave=True),
         shared_down=loader.matrix(file, (shared_down,)),
     )
-
-
-def _check_shape(file: GGUFFile, name: str, shape: tuple[int, ...]) -> None:
-    """A missing tensor is the loader's to report; a vector may be written as one row."""
-    if name not in file.tensors:
-        return
-    have = file.tensors[name].shape
-    if have != shape and have != (1, *shape):
-        raise ModelError(f"{file.path}: tensor '{name}' has shape {have}; the metadata ask for {shape}")
 
 
 def moe_feed_forward(g: Graph, hp: HParams, loader: WeightLoader, norm: str, keys: MoeFfnKeys, x: Tensor) -> Tensor:

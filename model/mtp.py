@@ -31,7 +31,7 @@ from vkbackend.model.qwen35 import (
     finish,
     request_block,
 )
-from vkbackend.model.weights import Matrix, WeightLoader
+from vkbackend.model.weights import Matrix, WeightLoader, check_shape
 from vkbackend.ops.embed_rows import embed_rows
 from vkbackend.ops.linear import linear
 from vkbackend.ops.rms_norm import rms_norm
@@ -61,6 +61,9 @@ def request_mtp(loader: WeightLoader, file: GGUFFile, hp: HParams) -> MtpKeys:
     table = first_of(b + "embed_tokens.weight", "token_embd.weight")
     output = first_of(b + "shared_head_head.weight", "output.weight", "token_embd.weight")
     norm = first_of(b + "shared_head_norm.weight", "output_norm.weight")
+    check_shape(file, b + "eh_proj.weight", (hp.n_embd, 2 * hp.n_embd))
+    for name in (table, output):
+        check_shape(file, name, (hp.n_vocab, hp.n_embd))
     return MtpKeys(
         hp=hp,
         block=request_block(loader, file, hp, hp.n_main),

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vkbackend.errors import ModelError
 from vkbackend.graph import Graph, Tensor
 from vkbackend.model.gguf import GGUFFile
 from vkbackend.model.hparams import HParams
 from vkbackend.model.memory import KVCache, Memory, RecurrentRing
 from vkbackend.model.moe import MoeFfnKeys, moe_feed_forward, request_moe
-from vkbackend.model.weights import Matrix, WeightLoader
+from vkbackend.model.weights import Matrix, WeightLoader, check_shape
 from vkbackend.ops.argmax import argmax
 from vkbackend.ops.delta_net_mixer import delta_net_mixer
 from vkbackend.ops.embed_rows import embed_rows
@@ -107,11 +106,14 @@ def request_block(loader: WeightLoader, file: GGUFFile, hp: HParams, i: int) -> 
         attn_norm=loader.vector(file, b + "attn_norm.weight", (hp.n_embd,)),
         mixer=mixer,
         ffn_norm=loader.vector(file, b + "post_attention_norm.weight", (hp.n_embd,)),
-        ffn=request_moe(loader, file, hp, b) if hp.n_expert else _request_dense(loader, file, b),
+        ffn=request_moe(loader, file, hp, b) if hp.n_expert else _request_dense(loader, file, hp, b),
     )
 
 
-def _request_dense(loader: WeightLoader, file: GGUFFile, b: str) -> DenseFfnKeys:
+def _request_dense(loader: WeightLoader, file: GGUFFile, hp: HParams, b: str) -> DenseFfnKeys:
+    for name in ("ffn_gate.weight", "ffn_up.weight"):
+        check_shape(file, b + name, (hp.n_ff, hp.n_embd))
+    check_shape(file, b + "ffn_down.weight", (hp.n_embd, hp.n_ff))
     return DenseFfnKeys(
         gate_up=loader.matrix(file, (b + "ffn_gate.weight", b + "ffn_up.weight"), interleave=True),
         down=loader.matrix(file, (b + "ffn_down.weight",)),
@@ -120,7 +122,9 @@ def _request_dense(loader: WeightLoader, file: GGUFFile, b: str) -> DenseFfnKeys
 
 def _request_recurrent(loader: WeightLoader, file: GGUFFile, hp: HParams, b: str) -> RecurrentKeys:
     proj = tuple(b + n for n in ("attn_qkv.weight", "attn_gate.weight", "ssm_alpha.weight", "ssm_beta.weight"))
-    _check_rows(file, proj, hp.conv_dim + hp.value_dim + 2 * hp.n_v_heads)
+    for name, n_rows in zip(proj, (hp.conv_dim, hp.value_dim, hp.n_v_heads, hp.n_v_heads), strict=True):
+        check_shape(file, name, (n_rows, hp.n_embd))
+    check_shape(file, b + "ssm_out.weight", (hp.n_embd, hp.value_dim))
     dt = b + "ssm_dt.bias"
     return RecurrentKeys(
         proj=loader.matrix(file, proj),
@@ -134,7 +138,9 @@ def _request_recurrent(loader: WeightLoader, file: GGUFFile, hp: HParams, b: str
 
 def _request_attention(loader: WeightLoader, file: GGUFFile, hp: HParams, b: str) -> AttentionKeys:
     proj = tuple(b + n for n in ("attn_q.weight", "attn_k.weight", "attn_v.weight"))
-    _check_rows(file, proj, (2 * hp.n_head + 2 * hp.n_head_kv) * hp.head_dim)
+    for name, n_heads in zip(proj, (2 * hp.n_head, hp.n_head_kv, hp.n_head_kv), strict=True):  # q with its gate
+        check_shape(file, name, (n_heads * hp.head_dim, hp.n_embd))
+    check_shape(file, b + "attn_output.weight", (hp.n_embd, hp.n_head * hp.head_dim))
     return AttentionKeys(
         proj=loader.matrix(file, proj),
         q_norm=loader.vector(file, b + "attn_q_norm.weight", (hp.head_dim,)),
@@ -146,15 +152,10 @@ def _request_attention(loader: WeightLoader, file: GGUFFile, hp: HParams, b: str
 
 def request_head(loader: WeightLoader, file: GGUFFile, hp: HParams) -> HeadKeys:
     """Asks the loader for the embedding table, the final norm and the output matrix."""
+    check_shape(file, "output.weight", (hp.n_vocab, hp.n_embd))
     table = loader.matrix(file, ("token_embd.weight",))
     output = loader.matrix(file, ("output.weight",)) if "output.weight" in file.tensors else table
     return HeadKeys(table, loader.vector(file, "output_norm.weight", (hp.n_embd,)), output)
-
-
-def _check_rows(file: GGUFFile, names: tuple[str, ...], want: int) -> None:
-    have = sum(file.tensors[n].shape[0] for n in names if n in file.tensors)
-    if all(n in file.tensors for n in names) and have != want:
-        raise ModelError(f"{file.path}: {', '.join(names)} have {have} rows together; the metadata ask for {want}")
 
 
 @dataclass(frozen=True)

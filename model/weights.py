@@ -210,6 +210,18 @@ class WeightLoader:
         return self._tensors[key][0].reshape(*shape)
 
 
+def check_shape(file: GGUFFile, name: str, shape: tuple[int, ...]) -> None:
+    """Refuses a tensor of another shape than the metadata ask for. One row may be written as a vector and the reverse.
+
+    A missing tensor is the loader's to report.
+    """
+    if name not in file.tensors:
+        return
+    have = file.tensors[name].shape
+    if have not in (shape, (1, *shape)) and (1, *have) != shape:
+        raise ModelError(f"{file.path}: tensor '{name}' has shape {have}; the metadata ask for {shape}")
+
+
 def _dtype_name(info: TensorInfo) -> str:
     return str(gguf.GGMLQuantizationType(info.type).name.lower())
 

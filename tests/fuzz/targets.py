@@ -12,7 +12,7 @@ import os
 import signal
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ def changed_model(data: bytes) -> None:
 
 def changed_file(choose: Source) -> bytes:
     """The bytes of the tiny model after up to four changes."""
-    keys, tensors = _tiny()
+    keys, tensors = tiny_model()
     pairs, table = dict(keys), dict(tensors)
     names, tensor_names = list(pairs), list(table)
     for _ in range(1 + choose.byte() % 4):
@@ -118,6 +118,11 @@ def changed_file(choose: Source) -> bytes:
             else:
                 dims = tuple(choose.number() for _ in range(1 + choose.byte() % 4))
             table[name] = (dims, kind, raw)
+    return file_bytes(pairs, table)
+
+
+def file_bytes(pairs: Mapping[str, bytes], table: Mapping[str, tuple[tuple[int, ...], int, bytes]]) -> bytes:
+    """A GGUF file. pairs: type and value as in a file. table: dimensions in a file's order, type, data."""
     head = b"GGUF" + struct.pack("<IQQ", 3, len(table), len(pairs))
     head += b"".join(_string(k.encode()) + v for k, v in pairs.items())
     body = b""
@@ -148,7 +153,7 @@ def _string(raw: bytes) -> bytes:
 
 
 @lru_cache
-def _tiny() -> tuple[dict[str, bytes], dict[str, tuple[tuple[int, ...], int, bytes]]]:
+def tiny_model() -> tuple[dict[str, bytes], dict[str, tuple[tuple[int, ...], int, bytes]]]:
     """Metadata (type and payload) and tensors (dims, type, bytes) of a model of one attention and one delta net."""
     from synthetic import write_model
 
