@@ -173,6 +173,10 @@ class Context:
             program.run(names)
             self._pace.note(FEWEST_ROWS, perf_counter() - start)
 
+    def graph(self, shape: StepShape) -> Graph:
+        """The graph of a step on this context's memory, for measurements: a run of it changes what sequences hold."""
+        return self._build(shape)
+
     def _program(self, shape: StepShape) -> Program:
         if shape in self._programs:
             self._programs.move_to_end(shape)

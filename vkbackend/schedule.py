@@ -29,7 +29,7 @@ Place = Buffer | str  # a device buffer, or one of the three regions that belong
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """One placed dispatch: what to run, on which buffers, with which words. `label` names the op for timings."""
+    """One placed dispatch: what to run, on which buffers, with which words. `label` and `n_bytes` are for timings."""
 
     label: str
     kernel: Kernel
@@ -37,6 +37,7 @@ class Launch:
     push: tuple[int, ...]
     groups: tuple[int, int, int]
     spec: tuple[int, ...]
+    n_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -213,4 +214,5 @@ def _launch(item: _Item, place: _Placement) -> Launch:
         push=tuple(place.of(v.tensor)[1] + v.plus if isinstance(v, At) else push_word(v) for v in d.push),
         groups=d.groups,
         spec=d.spec,
+        n_bytes=d.n_bytes,
     )

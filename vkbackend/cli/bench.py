@@ -1,4 +1,4 @@
-"""`vkbackend bench`: prompt and decode speed."""
+"""`vkbackend bench`: prompt and decode speed, or (bench_ops.py) device time by op."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vkbackend.cli.bench_ops import run_ops
 from vkbackend.cli.common import (
     Commands,
     add_command,
@@ -53,6 +54,10 @@ def add(commands: Commands) -> None:
         "--spec-type", default="none", metavar="TYPE[,TYPE]", help="measure each of these: none (default), draft-mtp"
     )
     add_draft_sizes(parser)
+    parser.add_argument(
+        "--ops", action="store_true", help="device time of one decode step and one prompt by op instead"
+    )
+    parser.add_argument("--trace", metavar="FILE", help="with --ops: write a Chrome trace (opens in Perfetto)")
     add_json(parser)
 
 
@@ -63,8 +68,12 @@ def run(args: argparse.Namespace) -> int:
     for name, value, least in limits:
         if value < least:
             raise UsageError(f"{name} is {value}; at least {least} is needed")
+    if args.trace and not args.ops:
+        raise UsageError("--trace is of single ops: give --ops too")
     specs = {name: speculator(name, args) for name in args.spec_type.split(",")}
     model = load_model(args)
+    if args.ops:
+        return run_ops(model, args)
     prompt = _prompt(model, args)
     runs = {name: _measure(model, prompt, spec, args.n_gen, args.repetitions) for name, spec in specs.items()}
     info = model.device.info

@@ -16,7 +16,7 @@ import numpy as np
 from vkbackend.device.base import Limits
 from vkbackend.graph import Graph, Node, Tensor
 from vkbackend.ops.case import Case, CaseBuilder
-from vkbackend.ops.linear_prompt import Part, prompt_kernels, prompt_stages
+from vkbackend.ops.linear_prompt import Part, product_bytes, prompt_kernels, prompt_stages
 from vkbackend.ops.op import (
     Array,
     At,
@@ -209,7 +209,8 @@ def _rows(
     kernel = Kernel("linear_rows", ROWS_LANES, tuple(defines))
     n_r, split, ahead = _shape_of_work(n_out, n_in, x.shape[0], limits)
     groups = spread(-(-n_out * split // (TEAMS * n_r)), limits.max_groups[0])
-    return Dispatch(kernel, tuple(binds), tuple(push), groups, spec=(x.shape[0], n_r, split, ahead))
+    spec = (x.shape[0], n_r, split, ahead)
+    return Dispatch(kernel, tuple(binds), tuple(push), groups, spec, n_bytes=product_bytes(x, w, y))
 
 
 def _shape_of_work(n_out: int, n_in: int, n_tokens: int, limits: Limits) -> tuple[int, int, int]:

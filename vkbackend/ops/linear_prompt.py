@@ -14,6 +14,7 @@ from vkbackend.device.base import Limits, MatrixShape
 from vkbackend.graph import Tensor
 from vkbackend.ops.op import At, Bind, Dispatch, Kernel, Lowering, PushValue, scratch, spread
 from vkbackend.ops.rms_norm import rms_norm_dispatch
+from vkbackend.packing import plane_words
 
 SCALE_GROUPS = Kernel("scale_groups", 128)
 SPLIT_HALVES = {before: Kernel("split_halves", 128, before) for before in ((), ("NORM",), ("GROUPS",))}
@@ -105,6 +106,11 @@ def _split_halves(
 # ---- products
 
 
+def product_bytes(x: Tensor, w: Tensor, y: Tensor) -> int:
+    """Weights, x and y once."""
+    return 4 * (sum(plane_words(w.dtype, *w.shape)) + x.size + y.size)
+
+
 def _after(part: Part, swiglu: bool) -> tuple[tuple[str, ...], tuple[Bind, ...], tuple[PushValue, PushValue]]:
     """What follows the sums: defines, bindings, push values."""
     if part.residual is not None:
@@ -130,7 +136,7 @@ def _matrix(x: Tensor, halves: Tensor, part: Part, swiglu: bool, limits: Limits)
     kernel = Kernel("linear_matrix", MATRIX_LANES, (f"W_{part.w.dtype.upper()}", *defines))
     groups = spread(n_w_tiles * n_x_tiles, limits.max_groups[0])
     all_binds = (Bind(part.w, "r"), Bind(halves, "r"), Bind(part.y, "w"), *binds)
-    return Dispatch(kernel, all_binds, push, groups, spec=(m_tiles, n_tiles))
+    return Dispatch(kernel, all_binds, push, groups, (m_tiles, n_tiles), n_bytes=product_bytes(x, part.w, part.y))
 
 
 def _tiled(x: Tensor, part: Part, swiglu: bool, limits: Limits) -> Dispatch:
@@ -144,7 +150,8 @@ def _tiled(x: Tensor, part: Part, swiglu: bool, limits: Limits) -> Dispatch:
     )  # fmt: skip
     kernel = Kernel(name, local_size, (f"W_{part.w.dtype.upper()}", *defines))
     groups = spread(n_w_tiles * n_x_tiles, limits.max_groups[0])
-    return Dispatch(kernel, (Bind(part.w, "r"), Bind(x, "r"), Bind(part.y, "w"), *binds), push, groups, spec=spec)
+    all_binds = (Bind(part.w, "r"), Bind(x, "r"), Bind(part.y, "w"), *binds)
+    return Dispatch(kernel, all_binds, push, groups, spec, n_bytes=product_bytes(x, part.w, part.y))
 
 
 _Tiles = tuple[str, int, tuple[int, int], int, int]  # kernel, local size, specialisation, tile along weights, along x

@@ -65,7 +65,7 @@ class Dispatch:
     `binds[i]` is bound at binding i (several binds may end up in one buffer). `push` becomes 32-bit words: ints
     as uint32 (negative ones as two's complement), floats by bit pattern, `At` as word offsets. `spec` are uint32
     specialisation constants 0, 1, 2... `also` lists tensors touched through one of the bindings beyond the
-    bound ones, so that the scheduler sees the hazard.
+    bound ones, so that the scheduler sees the hazard. `n_bytes`: the least that it moves, 0: not counted.
     """
 
     kernel: Kernel
@@ -74,6 +74,7 @@ class Dispatch:
     groups: tuple[int, int, int]
     spec: tuple[int, ...] = ()
     also: tuple[Bind, ...] = ()
+    n_bytes: int = 0
 
 
 Stage = list[Dispatch]  # dispatches that do not depend on each other
