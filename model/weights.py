@@ -174,7 +174,8 @@ class WeightLoader:
         """Allocates the arenas and uploads everything; returns the bytes held on the device."""
         capacity = self._arena_words()
         sizes: list[int] = []
-        for part in self._parts:
+        # Small tensors first: together in one arena, as the ops that take several of them need it.
+        for part in sorted(self._parts, key=lambda p: isinstance(p.key, Matrix)):
             need = -(-part.n_words() // ALIGN) * ALIGN
             home = next((i for i, used in enumerate(sizes) if used + need <= capacity), None)
             if home is None:
