@@ -21,6 +21,7 @@ from vkbackend.errors import DeviceError
 from vkbackend.model import context as context_module
 from vkbackend.model import loader
 from vkbackend.model.burst import PlainBurst
+from vkbackend.model.context import MEASURED_RUNS
 from vkbackend.model.loader import Model, load
 from vkbackend.spec.generate import Session
 
@@ -229,8 +230,9 @@ def test_prompts_are_cut_to_what_a_slow_gpu_does_in_time(slow: Any, per_row: flo
     model, rows = slow(per_row)
     prompt = [int(t) for t in np.random.default_rng(0).integers(0, 64, 256)]
     first = model.context(n_ctx=512).decode(prompt).logits
-    assert rows[0] == 32 and sum(rows) == 32 + 256  # a small batch for its time, then the prompt
-    assert max(rows[1:]) == most
+    # A small batch for its time, a few times as idle cards wake up slowly, then the prompt.
+    assert rows[:MEASURED_RUNS] == [32] * MEASURED_RUNS and sum(rows[MEASURED_RUNS:]) == 256
+    assert max(rows[MEASURED_RUNS:]) == most
     rows.clear()
     again = model.context(n_ctx=512).decode(prompt).logits  # the pace is the model's: measured once, cut alike
     assert sum(rows) == 256 and max(rows) == most
