@@ -1,4 +1,4 @@
-"""What is fuzzed: five targets, each a function of bytes that may raise `VkBackendError` of one line and nothing else.
+"""What is fuzzed: six targets, each a function of bytes that may raise `VkBackendError` of one line and nothing else.
 
 `one_input` is the whole: the first byte of an input picks the target. fuzz.py drives it with atheris, guided by
 coverage; test_corpus.py replays what that found, corpus.zip, without atheris.
@@ -85,8 +85,17 @@ def raw_file(data: bytes) -> None:
 
 
 def changed_model(data: bytes) -> None:
-    """A sound tiny model with keys and tensors changed, taken away or doubled: loaded, and one token decoded."""
-    with _file(changed_file(Source(data))) as path:
+    """A sound tiny model with keys and tensors changed or taken away: loaded, and one token decoded."""
+    _load(changed_file(Source(data)))
+
+
+def changed_moe(data: bytes) -> None:
+    """The same of a mixture of experts."""
+    _load(changed_file(Source(data), experts=True))
+
+
+def _load(raw: bytes) -> None:
+    with _file(raw) as path:
         null = load(path, NullDevice())  # type: ignore[arg-type]
         with _refusals():
             null.context(n_ctx=8, n_rs_seq=1).decode([0], seq=0)
@@ -95,9 +104,9 @@ def changed_model(data: bytes) -> None:
             model.context(n_ctx=8).decode([0], seq=0)
 
 
-def changed_file(choose: Source) -> bytes:
+def changed_file(choose: Source, experts: bool = False) -> bytes:
     """The bytes of the tiny model after up to four changes."""
-    keys, tensors = tiny_model()
+    keys, tensors = tiny_model(experts)
     pairs, table = dict(keys), dict(tensors)
     names, tensor_names = list(pairs), list(table)
     for _ in range(1 + choose.byte() % 4):
@@ -153,12 +162,12 @@ def _string(raw: bytes) -> bytes:
 
 
 @lru_cache
-def tiny_model() -> tuple[dict[str, bytes], dict[str, tuple[tuple[int, ...], int, bytes]]]:
+def tiny_model(experts: bool = False) -> tuple[dict[str, bytes], dict[str, tuple[tuple[int, ...], int, bytes]]]:
     """Metadata (type and payload) and tensors (dims, type, bytes) of a model of one attention and one delta net."""
     from synthetic import write_model
 
     with tempfile.TemporaryDirectory() as folder:
-        path = write_model(Path(folder) / "tiny.gguf", seed=1, n_main=2)
+        path = write_model(Path(folder) / "tiny.gguf", seed=1, n_main=2, experts=(2, 4) if experts else None)
         read = gguf.GGUFReader(path)
         keys = {}
         for name, field in read.fields.items():
@@ -171,7 +180,8 @@ def tiny_model() -> tuple[dict[str, bytes], dict[str, tuple[tuple[int, ...], int
         }
     keys["tokenizer.ggml.eos_token_id"] = struct.pack("<II", 4, 1)
     keys["tokenizer.ggml.add_bos_token"] = struct.pack("<IB", 7, 0)
-    keys["qwen35.attention.recurrent_layers"] = struct.pack("<IIQ3B", ARRAY, 7, 3, 1, 0, 0)
+    arch = "qwen35moe" if experts else "qwen35"
+    keys[f"{arch}.attention.recurrent_layers"] = struct.pack("<IIQ3B", ARRAY, 7, 3, 1, 0, 0)
     keys["general.alignment"] = struct.pack("<II", 4, 32)
     return keys, tensors
 
@@ -262,7 +272,14 @@ def _clock(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-TARGETS: tuple[Callable[[bytes], None], ...] = (raw_file, changed_model, any_vocabulary, any_text, any_template)
+TARGETS: tuple[Callable[[bytes], None], ...] = (
+    raw_file,
+    changed_model,
+    any_vocabulary,
+    any_text,
+    any_template,
+    changed_moe,
+)
 
 
 @contextlib.contextmanager

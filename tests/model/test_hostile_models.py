@@ -25,6 +25,8 @@ MISFITS = [
     for name, (dims, _, raw) in targets.tiny_model()[1].items()
     if len(dims) == 2 and name not in (CONV, "token_embd.weight")
 ]
+for part in ("embed_tokens", "shared_head_head"):  # the MTP block's own
+    MISFITS.append((f"blk.2.nextn.{part}.weight", (64, 32), 0, 8192, r"has shape \(32, 64\); the metadata ask for"))
 
 
 def write(

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from vkbackend.cli.common import demo_model
 from vkbackend.errors import ContextError, ModelError
 from vkbackend.model.gguf import GGUFFile, open_gguf
-from vkbackend.model.tokenizer import _BYTE_OF, PATTERNS, StreamDecoder, Tokenizer
+from vkbackend.model.tokenizer import _BYTE_OF, _LONG_BLANKS, PATTERNS, StreamDecoder, Tokenizer
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
@@ -169,6 +169,12 @@ def test_a_million_blanks_but_no_more(blank: str) -> None:
     with pytest.raises(ContextError, match="more than 1000000 white-space characters in a row, from character 1 on"):
         demo().encode(text + " ")
     assert time.process_time() - start < 20
+
+
+def test_long_blanks_are_found_in_one_pass() -> None:
+    start = time.process_time()
+    assert _LONG_BLANKS.search((" " * 50_000 + "a") * 40) is None
+    assert time.process_time() - start < 3
 
 
 @pytest.mark.parametrize("unit", ["a", "!", "ab", "\x00", "'s", "😀", "<|im_star"])
