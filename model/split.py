@@ -65,7 +65,7 @@ def _check_part(part: GGUFFile, i: int, n_parts: int, first: GGUFFile) -> None:
         )
     for key, value in part.metadata.items():
         same = key not in first.metadata or np.array_equal(value, first.metadata[key])
-        if not same and key not in ("split.no", "general.alignment"):
+        if not same and key != "split.no":
             raise ModelError(
                 f"{part.path}: {quoted(key)} is {shown(value)}, in {first.path.name} it is "
                 f"{shown(first.metadata[key])}: parts of different models are mixed"

@@ -159,6 +159,20 @@ def test_joined_parts_are_refused(parts: list[Path]) -> None:
         open_model(joined)
 
 
+@pytest.mark.parametrize("padded", [True, False])
+def test_files_are_joined_with_and_without_padding(tmp_path: Path, padded: bool) -> None:
+    content = Content("qwen35", tensors={"odd": stored(np.ones(3))})
+    path = write_content(content, tmp_path / "one.gguf")
+    info = open_gguf(path).tensors["odd"]
+    raw = path.read_bytes()
+    assert len(raw) == info.offset + 32
+    path.write_bytes(raw if padded else raw[: info.offset + info.nbytes])
+    assert open_gguf(path).tensors
+    path.write_bytes(path.read_bytes() + raw)
+    with pytest.raises(ModelError, match=r"another GGUF file follows"):
+        open_gguf(path)
+
+
 def test_a_part_of_another_count(parts: list[Path]) -> None:
     content = read_content(parts[0].with_name("whole.gguf"))
     folder = parts[0].parent / "four"
