@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vkbackend.device.base import Device, Program
-from vkbackend.device.pace import Pace
+from vkbackend.device.pace import Pace, is_watched
 from vkbackend.errors import ContextError, DeviceError
 from vkbackend.graph import Graph
 from vkbackend.model.batch import Batch, Rows, UBatch, check_batch, split
@@ -24,7 +24,7 @@ from vkbackend.model.qwen35 import StepShape
 
 MAX_PROGRAMS = 64  # recorded shapes kept per context
 SMALLEST_KV_BOUND = 256
-MEASURED_RUNS = 3
+MEASURED_RUNS = 3  # of a small batch, before the first long prompt
 FEWEST_ROWS = 32  # of a prompt in one submission, however slow the device
 LOGITS_WORDS = 16 << 20  # most logits (rows * n_vocab) that one ubatch returns
 
@@ -152,7 +152,7 @@ class Context:
 
     def _most_rows(self, n_rows: int) -> int:
         """Rows of a long batch for one submission: n_ubatch, or fewer on a GPU that is too slow for so many."""
-        if self._device.info.kind != "gpu" or n_rows <= 2 * FEWEST_ROWS or self.n_ubatch <= FEWEST_ROWS:
+        if not is_watched(self._device.info) or n_rows <= 2 * FEWEST_ROWS or self.n_ubatch <= FEWEST_ROWS:
             return self.n_ubatch
         if self._pace.seconds == 0:
             self._measure()

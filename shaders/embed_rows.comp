@@ -25,10 +25,7 @@ void main() {
         Chunk c = load_chunk(planes, push.n_embd, row, chunk);
         uint at = push.y_at + t * push.y_row + chunk * 16u;
         [[unroll]] for (uint i = 0u; i < 4u; ++i) {
-            vec4 w = unpack(c, i) * c.factor;
-#ifdef HAS_OFFSET
-            w -= c.offset;
-#endif
+            vec4 w = weights(c, i);
             [[unroll]] for (uint j = 0u; j < 4u; ++j) { y[at + 4u * i + j] = w[j]; }
         }
     }

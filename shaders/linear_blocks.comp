@@ -7,8 +7,6 @@
 layout(constant_id = 0) const uint N_W = 8u;  // weight rows of an invocation: 4 or 8
 layout(constant_id = 1) const uint N_X = 8u;  // rows of x of an invocation: 4 or 8
 const uint W_LANES = 16u, X_LANES = 8u;       // invocations along weight rows, along rows of x
-const uint TILE_W = W_LANES * N_W, TILE_X = X_LANES * N_X;
-const uint W_PITCH = TILE_W / 4u + 1u, X_PITCH = TILE_X / 4u + 1u;  // vec4s
 
 layout(local_size_x = 128) in;
 layout(binding = 0) readonly buffer Weights { uint w_words[]; };
@@ -25,12 +23,7 @@ layout(push_constant) uniform Push {
 } push;
 
 #include "weights.glsl"
-
-shared vec4 w_tile[16u * W_PITCH];
-shared vec4 x_tile[16u * X_PITCH];
-
-// The i-th row of an invocation: runs of four, so that a warp reads neighbouring vec4s.
-uint spread_row(uint lane, uint lanes, uint i) { return (i / 4u) * lanes * 4u + lane * 4u + i % 4u; }
+#include "blocks.glsl"
 
 void main() {
     uvec3 planes = uvec3(push.plane_0, push.plane_1, push.plane_2);
@@ -55,18 +48,10 @@ void main() {
     }
     for (uint chunk = 0u; chunk < n_chunks; ++chunk) {
         barrier();
-        if (loads_w) {
-            [[unroll]] for (uint i = 0u; i < 4u; ++i) {
-                vec4 w = unpack(w_next, i) * w_next.factor;
-#ifdef HAS_OFFSET
-                w -= w_next.offset;
-#endif
-                [[unroll]] for (uint j = 0u; j < 4u; ++j) { w_tile[(4u * i + j) * W_PITCH + me / 4u][me % 4u] = w[j]; }
-            }
-        }
+        if (loads_w) { put_weights(me, w_next); }
         [[unroll]] for (uint i = 0u; i < x_loads; ++i) {
-            uint item = me + i * 128u, row = item / 4u, column = item % 4u * 4u;
-            [[unroll]] for (uint j = 0u; j < 4u; ++j) { x_tile[(column + j) * X_PITCH + row / 4u][row % 4u] = x_next[i][j]; }
+            uint item = me + i * 128u;
+            put_x(item / 4u, item % 4u, x_next[i]);
         }
         barrier();
         uint ahead = min(chunk + 1u, n_chunks - 1u);
@@ -76,16 +61,7 @@ void main() {
             uint at = push.x_at + min(x_first + item / 4u, push.n_x - 1u) * push.x_row;
             x_next[i] = x_quads[at / 4u + ahead * 4u + item % 4u];
         }
-        [[unroll]] for (uint k = 0u; k < 16u; ++k) {
-            vec4 a[N_W / 4u], b[N_X / 4u];
-            [[unroll]] for (uint i = 0u; i < N_W / 4u; ++i) { a[i] = w_tile[k * W_PITCH + i * W_LANES + w_lane]; }
-            [[unroll]] for (uint j = 0u; j < N_X / 4u; ++j) { b[j] = x_tile[k * X_PITCH + j * X_LANES + x_lane]; }
-            [[unroll]] for (uint i = 0u; i < N_W; ++i) {
-                [[unroll]] for (uint j = 0u; j < N_X; ++j) {
-                    sums[i][j] = fma(a[i / 4u][i % 4u], b[j / 4u][j % 4u], sums[i][j]);
-                }
-            }
-        }
+        add_products(w_lane, x_lane, sums);
     }
     [[unroll]] for (uint j = 0u; j < N_X; ++j) {
         uint row = x_first + spread_row(x_lane, X_LANES, j);

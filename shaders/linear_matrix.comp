@@ -55,14 +55,6 @@ uvec4 packed(vec4 a, vec4 b) {
 // The part of a number that f16 has room for, cut off as in split_halves.comp.
 vec4 high_part(vec4 v) { return uintBitsToFloat(floatBitsToUint(v) & 0xFFFFE000u); }
 
-vec4 weights(Chunk w, uint i) {
-#ifdef HAS_OFFSET
-    return unpack(w, i) * w.factor - w.offset;
-#else
-    return unpack(w, i) * w.factor;
-#endif
-}
-
 void main() {
     uvec3 planes = uvec3(push.plane_0, push.plane_1, push.plane_2);
     uint me = gl_LocalInvocationIndex;

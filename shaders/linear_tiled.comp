@@ -72,12 +72,7 @@ void main() {
         barrier();
         [[unroll]] for (uint i = 0u; i < 4u; ++i) {
             vec4 q[N_W];
-            [[unroll]] for (uint r = 0u; r < N_W; ++r) {
-                q[r] = unpack(w[r], i) * w[r].factor;
-#ifdef HAS_OFFSET
-                q[r] -= w[r].offset;
-#endif
-            }
+            [[unroll]] for (uint r = 0u; r < N_W; ++r) { q[r] = weights(w[r], i); }
             [[unroll]] for (uint t = 0u; t < N_X; ++t) {
                 vec4 v = x_tile[t * 4u + i];
                 [[unroll]] for (uint r = 0u; r < N_W; ++r) {

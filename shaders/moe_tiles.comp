@@ -9,9 +9,6 @@ layout(constant_id = 0) const uint X_LANES = 8u;  // invocations along pairs: 4 
 layout(constant_id = 1) const uint N_X = 4u;      // pairs of an invocation: 4 or 8
 layout(constant_id = 2) const uint SWIGLU = 0u;   // n_out / 2 gate rows and then as many up rows in each expert
 const uint W_LANES = 128u / X_LANES, N_W = X_LANES;
-const uint TILE_W = 128u, TILE_X = X_LANES * N_X;
-const uint W_PITCH = TILE_W / 4u + 1u, X_PITCH = TILE_X / 4u + 1u;  // vec4s
-const uint X_LOADS = (TILE_X * 4u + 127u) / 128u;                   // quads of x that an invocation brings per chunk
 
 layout(local_size_x = 128) in;
 layout(binding = 0) readonly buffer Weights { uint w_words[]; };
@@ -27,12 +24,9 @@ layout(push_constant) uniform Push {
 } push;
 
 #include "weights.glsl"
+#include "blocks.glsl"
 
-shared vec4 w_tile[16u * W_PITCH];
-shared vec4 x_tile[16u * X_PITCH];
-
-// The i-th row of an invocation: runs of four, so that a warp reads neighbouring vec4s.
-uint spread_row(uint lane, uint lanes, uint i) { return (i / 4u) * lanes * 4u + lane * 4u + i % 4u; }
+const uint X_LOADS = (TILE_X * 4u + 127u) / 128u;  // quads of x that an invocation brings per chunk
 
 void main() {
     uvec3 planes = uvec3(push.plane_0, push.plane_1, push.plane_2);
@@ -63,35 +57,16 @@ void main() {
     }
     for (uint chunk = 0u; chunk < n_chunks; ++chunk) {
         barrier();
-        [[unroll]] for (uint i = 0u; i < 4u; ++i) {
-            vec4 w = unpack(w_next, i) * w_next.factor;
-#ifdef HAS_OFFSET
-            w -= w_next.offset;
-#endif
-            [[unroll]] for (uint j = 0u; j < 4u; ++j) { w_tile[(4u * i + j) * W_PITCH + me / 4u][me % 4u] = w[j]; }
-        }
+        put_weights(me, w_next);
         [[unroll]] for (uint i = 0u; i < X_LOADS; ++i) {
-            uint item = me + i * 128u, row = item / 4u, column = item % 4u * 4u;
-            if (row < TILE_X) {
-                [[unroll]] for (uint j = 0u; j < 4u; ++j) {
-                    x_tile[(column + j) * X_PITCH + row / 4u][row % 4u] = x_next[i][j];
-                }
-            }
+            uint item = me + i * 128u;
+            if (item / 4u < TILE_X) { put_x(item / 4u, item % 4u, x_next[i]); }
         }
         barrier();
         uint ahead = min(chunk + 1u, n_chunks - 1u);
         w_next = load_chunk(planes, push.n_in, w_row, ahead);
         [[unroll]] for (uint i = 0u; i < X_LOADS; ++i) { x_next[i] = x_quads[x_from[i] + ahead * 4u]; }
-        [[unroll]] for (uint k = 0u; k < 16u; ++k) {
-            vec4 a[N_W / 4u], b[N_X / 4u];
-            [[unroll]] for (uint i = 0u; i < N_W / 4u; ++i) { a[i] = w_tile[k * W_PITCH + i * W_LANES + w_lane]; }
-            [[unroll]] for (uint j = 0u; j < N_X / 4u; ++j) { b[j] = x_tile[k * X_PITCH + j * X_LANES + x_lane]; }
-            [[unroll]] for (uint i = 0u; i < N_W; ++i) {
-                [[unroll]] for (uint j = 0u; j < N_X; ++j) {
-                    sums[i][j] = fma(a[i / 4u][i % 4u], b[j / 4u][j % 4u], sums[i][j]);
-                }
-            }
-        }
+        add_products(w_lane, x_lane, sums);
     }
     [[unroll]] for (uint j = 0u; j < N_X; ++j) {
         uint place = spread_row(x_lane, X_LANES, j);

@@ -8,11 +8,17 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from open_vulkan import open_or_skip
+from open_vulkan import need_vulkan, open_or_skip
 
 from vkbackend.device.kompute import KomputeDevice
 from vkbackend.device.numpy import NumpyDevice
 from vkbackend.device.vulkan import VulkanDevice
+
+
+@pytest.fixture(scope="session")
+def needs_vulkan() -> None:
+    """For tests that open Vulkan devices themselves."""
+    need_vulkan()
 
 
 @pytest.fixture(scope="session")

@@ -18,8 +18,8 @@ def in_ci() -> bool:
     return os.environ.get("CI", "").lower() not in ("", "0", "false")
 
 
-def open_or_skip(make: Callable[[], AnyDevice]) -> AnyDevice:
-    """A device made by `make`. An error while making it is a failed test: the device is there and must open."""
+def need_vulkan() -> None:
+    """Skips the test where Vulkan has no device; in CI that is an error."""
     try:
         if not vulkan_devices("vulkan"):
             raise DeviceError("the Vulkan loader found no device")
@@ -27,4 +27,9 @@ def open_or_skip(make: Callable[[], AnyDevice]) -> AnyDevice:
         if in_ci():
             raise
         pytest.skip(f"no Vulkan device here: {error}")
+
+
+def open_or_skip(make: Callable[[], AnyDevice]) -> AnyDevice:
+    """A device made by `make`. An error while making it is a failed test: the device is there and must open."""
+    need_vulkan()
     return make()

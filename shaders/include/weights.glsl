@@ -6,6 +6,7 @@
 //   Chunk load_chunk(uvec3 planes, uint n_in, uint row, uint chunk)   as it lies in memory: few registers
 //   void load_piece(planes, n_in, row, uint piece, out Chunk[HALVES]) HALVES chunks that follow each other, with few loads
 //   vec4 unpack(Chunk c, uint i)                                      columns 4 i .. 4 i + 3, without factor and offset
+//   vec4 weights(Chunk c, uint i)                                     these columns as the weights themselves
 //   c.factor, c.offset                                                weight = unpacked * factor - offset (HAS_OFFSET)
 
 float f16_at(uint plane, uint index) {
@@ -97,3 +98,12 @@ void load_piece(uvec3 planes, uint n_in, uint row, uint piece, out Chunk halves[
     halves[0] = load_chunk(planes, n_in, row, piece);
 }
 #endif
+
+// Columns 4 i .. 4 i + 3 of a chunk as the weights themselves.
+vec4 weights(Chunk c, uint i) {
+#ifdef HAS_OFFSET
+    return unpack(c, i) * c.factor - c.offset;
+#else
+    return unpack(c, i) * c.factor;
+#endif
+}

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from command_line import Run
 from fixture_paths import fixture
 
-from vkbackend import cli
 from vkbackend.cli.bench_ops import copy_bandwidth
 from vkbackend.device.kompute import KomputeDevice
 from vkbackend.model.gguf import open_gguf
@@ -16,11 +16,12 @@ from vkbackend.model.profile import LevelTime
 from vkbackend.trace import trace_events
 
 
-def test_table_json_and_trace_agree(kompute: KomputeDevice, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_json_and_trace_agree(kompute: KomputeDevice, tmp_path: Path, run: Run) -> None:
     model, trace = fixture("gguf/dense-q8_0.gguf"), tmp_path / "trace.json"
-    words = ["bench", "-m", str(model), "--device", "kompute:0", "--ops", "-p", "20", "-r", "2"]
-    assert cli.main([*words, "--json", "--trace", str(trace)]) == 0
-    got = json.loads(capsys.readouterr().out)
+    words = ["bench", "-m", model, "--device", "kompute:0", "--ops", "-p", "20", "-r", "2"]
+    status, out, _ = run(*words, "--json", "--trace", trace)
+    got = json.loads(out)
+    assert status == 0
     assert got["copy_bytes_per_s"] > 1e6 and list(got["steps"]) == ["decode, 1 token", "prompt, 20 tokens"]
 
     events = json.loads(trace.read_text())["traceEvents"]
@@ -40,9 +41,8 @@ def test_table_json_and_trace_agree(kompute: KomputeDevice, tmp_path: Path, caps
     assert least <= sum(level["n_bytes"] for level in decode) <= 1.3 * least
     assert {"linear", "argmax"} <= {op for level in decode for op in level["ops"]}
 
-    assert cli.main(words) == 0
-    table = capsys.readouterr().out
-    assert "decode, 1 token" in table and "linear_rows" in table and "OF COPY" in table
+    status, table, _ = run(*words)
+    assert status == 0 and "decode, 1 token" in table and "linear_rows" in table and "OF COPY" in table
 
 
 def _is_product(name: str) -> bool:
@@ -67,6 +67,6 @@ def test_copy_bandwidth_is_a_speed(kompute: KomputeDevice) -> None:
         (["--device", "numpy", "--trace", "t.json"], "--trace is of single ops"),
     ],
 )
-def test_refusals(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "-m", str(fixture("gguf/dense-q8_0.gguf")), "-p", "4", "-r", "1", *words]) != 0
-    assert message in capsys.readouterr().err
+def test_refusals(words: list[str], message: str, run: Run) -> None:
+    status, out, err = run("bench", "-m", fixture("gguf/dense-q8_0.gguf"), "-p", 4, "-r", 1, *words)
+    assert status != 0 and message in err and out == ""

@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from command_line import Run
 
-from vkbackend import cli
 from vkbackend.device.kompute import KomputeDevice
 from vkbackend.device.numpy import NumpyDevice
 from vkbackend.errors import VkBackendError
 from vkbackend.ops import all_ops
 from vkbackend.ops.case import run_case
 from vkbackend.repro import read_repro, replay, write_repro
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        status = cli.main([str(a) for a in arguments])
-        out = capsys.readouterr()
-        return status, out.out, out.err
-
-    return call
 
 
 class BadDriver(NumpyDevice):

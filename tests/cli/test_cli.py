@@ -8,16 +8,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from command_line import Run
 from fixture_paths import fixture
 
 import vkbackend as vkb
-from vkbackend import cli
 from vkbackend.cli import common
 from vkbackend.errors import DeviceError
 from vkbackend.model import loader
@@ -25,7 +24,6 @@ from vkbackend.model.chat import chat_prompt
 from vkbackend.model.loader import Model, load
 
 BESIDE = Path(__file__).resolve().parents[3] / "shared" / "models" / "demo-qwen35-mtp-q8_0.gguf"
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -41,18 +39,6 @@ def demo_file() -> Path:
 @pytest.fixture(scope="module")
 def model(demo_file: Path) -> Model:
     return load(demo_file, device="numpy")
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command line in this process: (status, stdout, stderr)."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        status = cli.main([str(a) for a in arguments])
-        out = capsys.readouterr()
-        return status, out.out, out.err
-
-    return call
 
 
 def words(demo_file: Path, *more: object) -> list[object]:

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vkbackend.device.base import DeviceInfo
+
 TARGET_S = 0.5
+
+
+def is_watched(info: DeviceInfo) -> bool:
+    """Whether the driver may end work that takes too long: CPU drivers and NumPy let it take its time."""
+    return info.kind == "gpu"
 
 
 @dataclass

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from typing import Any
 
 from vkbackend.ops.eager import eager
 from vkbackend.ops.op import Op
 
-_NOT_OPS = {"op", "case", "eager", "delta_net_blocks", "linear_prompt"}
-
 
 def all_ops() -> list[Op]:
     """Every op of this package, by name."""
-    return [importlib.import_module(f"{__name__}.{name}").OP for name in op_names()]
+    return [_module(name).OP for name in op_names()]
 
 
 def op_names() -> list[str]:
-    """The names of this package's op modules."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in _NOT_OPS)
+    """The names of this package's op modules: those that define `OP`; the others hold parts of ops."""
+    return sorted(m.name for m in pkgutil.iter_modules(__path__) if hasattr(_module(m.name), "OP"))
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 # Importing a module sets it as an attribute of its package; the callable takes that place afterwards.
 for _name in op_names():
-    globals()[_name] = eager(importlib.import_module(f"{__name__}.{_name}"), _name)
+    globals()[_name] = eager(_module(_name), _name)

@@ -67,14 +67,14 @@ def rope_attention(
         q = rope_kv_write(g, qg, k, v, q_norm, k_norm, table, k_cache, v_cache, step, n_tokens=n_tokens, eps=eps)
         gate = qg.narrow(2, head_dim, head_dim)
         return attention(g, q, gate, k_cache, v_cache, step, n_tokens=n_tokens, kv_bound=kv_bound)
-    check_projection(op, qg, k, v, q_norm, k_norm, table, k_cache, v_cache, step, n_tokens)
+    inputs = [qg, k, v, q_norm, k_norm, table, k_cache, v_cache, step]
+    check_projection(op, inputs, n_tokens)
     check(n_head % k.shape[1] == 0, op, f"{n_head} query heads are not a multiple of {k.shape[1]} kv heads")
     dims = f"head_dim is {head_dim}; a multiple of 4 up to {MAX_DIM} is needed"
     check(head_dim % 4 == 0 and head_dim <= MAX_DIM, op, dims)
     bounds = f"kv_bound is {kv_bound}; allowed are {n_tokens}..{k_cache.shape[1]}"
     check(n_tokens <= kv_bound <= k_cache.shape[1], op, bounds)
     y = g.temp(op, (n_rows, n_head * head_dim))
-    inputs = [qg, k, v, q_norm, k_norm, table, k_cache, v_cache, step]
     g.add(OP, inputs, [y, k_cache, v_cache], Attrs(n_tokens, kv_bound, eps))
     return y
 

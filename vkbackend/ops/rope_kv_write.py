@@ -62,28 +62,20 @@ def rope_kv_write(
     [n_seq_max, n_ctx, n_head_kv, head_dim]. step i32 [2, n_seqs]: n_past and slot of each sequence; row
     s * n_tokens + t has position n_past[s] + t.
     """
-    check_projection("rope_kv_write", qg, k, v, q_norm, k_norm, table, k_cache, v_cache, step, n_tokens)
+    inputs = [qg, k, v, q_norm, k_norm, table, k_cache, v_cache, step]
+    check_projection("rope_kv_write", inputs, n_tokens)
     n_rows, n_head, two_dim = qg.shape
     q = g.temp("q", (n_rows, n_head, two_dim // 2))
-    inputs = [qg, k, v, q_norm, k_norm, table, k_cache, v_cache, step]
     g.add(OP, inputs, [q, k_cache, v_cache], Attrs(n_tokens, eps))
     return q
 
 
-def check_projection(
-    op: str,
-    qg: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_norm: Tensor,
-    k_norm: Tensor,
-    table: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    step: Tensor,
-    n_tokens: int,
-) -> None:
-    """Raises `VkBackendError` in the name of `op` when shapes and strides of a projection do not fit its caches."""
+def check_projection(op: str, inputs: Sequence[Tensor], n_tokens: int) -> None:
+    """Raises `VkBackendError` in the name of `op` when shapes and strides of a projection do not fit its caches.
+
+    inputs: those of `rope_kv_write`, in its order.
+    """
+    qg, k, v, q_norm, k_norm, table, k_cache, v_cache, step = inputs
     n_rows, _, two_dim = qg.shape
     head_dim = two_dim // 2
     check(
