@@ -14,6 +14,9 @@ layout(constant_id = 1) const uint N_R = 1u;
 layout(constant_id = 2) const uint SPLIT = 1u;
 layout(constant_id = 3) const uint AHEAD = 1u;  // chunks whose loads are under way at a time
 
+// The teams of a warp take the same columns of different weight rows, so that they read the same x.
+#define SLOTS (TEAMS / SPLIT)
+
 layout(local_size_x = LOCAL_SIZE) in;
 layout(binding = 0) readonly buffer Weights { uint w_words[]; };
 layout(binding = 0) readonly buffer WeightQuads { uvec4 w_quads[]; };
@@ -55,11 +58,11 @@ float group_scale(uint t, uint column) {
 
 // The value of weight row `row` of this workgroup's rows, for row t of x, before the epilogue.
 float joined(uint row, uint t) {
-    uint first_team = row / N_R * SPLIT, r = row % N_R;
+    uint slot = row / N_R, r = row % N_R;
     float sum = 0.0, squares = 0.0;
     [[unroll]] for (uint i = 0u; i < SPLIT; ++i) {
-        sum += team_sums[((first_team + i) * N_R + r) * TOKENS + t];
-        squares += team_squares[(first_team + i) * TOKENS + t];
+        sum += team_sums[((slot + i * SLOTS) * N_R + r) * TOKENS + t];
+        squares += team_squares[(slot + i * SLOTS) * TOKENS + t];
     }
 #ifdef NORM
     precise float mean = squares / float(push.n_in) + push.eps;
@@ -70,10 +73,10 @@ float joined(uint row, uint t) {
 
 void main() {
     uvec3 planes = uvec3(push.plane_0, push.plane_1, push.plane_2);
-    const uint rows = TEAMS / SPLIT * N_R;  // of this workgroup
+    const uint rows = SLOTS * N_R;  // of this workgroup
     uint base = WORKGROUP_INDEX * rows;
     if (base >= push.n_out) { return; }
-    uint first = base + TEAM / SPLIT * N_R;
+    uint first = base + TEAM % SLOTS * N_R;
     float sums[N_R][TOKENS];
     float squares[TOKENS];
     [[unroll]] for (uint t = 0u; t < TOKENS; ++t) {
@@ -82,7 +85,7 @@ void main() {
     }
     const uint stride = LANES * SPLIT;
     uint n_chunks = push.n_in / 16u;
-    for (uint chunk = TEAM % SPLIT * LANES + LANE; chunk < n_chunks; chunk += stride * AHEAD) {
+    for (uint chunk = TEAM / SLOTS * LANES + LANE; chunk < n_chunks; chunk += stride * AHEAD) {
         Chunk w[AHEAD][N_R];
         [[unroll]] for (uint a = 0u; a < AHEAD; ++a) {
             [[unroll]] for (uint r = 0u; r < N_R; ++r) {

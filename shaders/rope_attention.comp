@@ -6,16 +6,16 @@
 
 // All of a decode step's attention between its two products. A workgroup takes one row, HEADS query heads of one kv head
 // and one part of the keys:
+//   loads    keys and values of the cache, all under way before anything waits
 //   rope     RMS norm and RoPE of its queries and of the batch's own keys that it sees, into shared memory. These rows
 //            never come from the cache: the workgroup of a row's last part writes them there in this same dispatch.
-//   scores   CHUNK keys at a time, one an invocation, for all heads
+//   scores   CHUNK keys at a time, a key by a team of 8 lanes, for all heads
 //   values   each invocation owns some dims and sums p * v over the keys in order
 //   join     the workgroup that finishes last joins the parts of a row and applies the output gate
 // What is a chunk and a part follows from the row's position alone.
 layout(constant_id = 0) const uint HEADS = 1u;
 layout(constant_id = 1) const uint DIM = 128u;       // head size
 layout(constant_id = 2) const uint HALF_ROT = 16u;   // rotated pairs
-layout(constant_id = 3) const uint BLOCK = 8u;       // 16-byte loads of a key under way at a time; divides DIM / 4
 
 layout(local_size_x = 128) in;
 layout(binding = 0) readonly buffer Projection { float p[]; };
@@ -37,17 +37,19 @@ layout(push_constant) uniform Push {
 
 #include "last.glsl"
 
-const uint CHUNK = 128u;
+const uint CHUNK = 32u;
+const uint PASSES = CHUNK / TEAMS;       // of the teams over a chunk's keys
 const uint FRESH = 8u;                   // keys of the batch that shared memory holds at a time
-const uint KEYS = 8u;                    // loads of v under way at a time
 const uint DIM4 = DIM / 4u;
 const uint PITCH = DIM4 + 1u;            // quads from vector to vector: neighbours lie in different banks
+const uint QUADS = (DIM4 + LANES - 1u) / LANES;  // of a vector that a lane has; the last one may be none
 const uint OWN = (DIM + 127u) / 128u;    // dims of a result that one invocation owns
+#define NEVER -3.0e38  // a score below all others
 
-shared vec4 tile[(HEADS + FRESH) * PITCH];  // queries, then keys of the batch
-shared float scales[HEADS + FRESH];
-shared float p_tile[HEADS * CHUNK];
-shared float team_partial[TEAMS * HEADS];
+shared vec4 tile[(HEADS + FRESH) * PITCH];   // queries, then keys of the batch
+shared float lane_scores[HEADS * CHUNK * LANES];
+shared vec4 scores[HEADS * CHUNK / 4u];
+shared vec4 weights[HEADS * CHUNK / 4u];
 
 uint row, head0, kv_head, first_row, n_past, slot;
 
@@ -57,46 +59,58 @@ uint source(uint i, uint t0) {
                      : push.k_at + (first_row + t0 + i - HEADS) * push.k_row + kv_head * DIM;
 }
 
-// Norm and RoPE of vectors [from, to) of the tile.
+uint lane_quad(uint i) { return min(i * LANES + LANE, DIM4 - 1u); }
+
+bool has_quad(uint i) { return i * LANES + LANE < DIM4; }
+
+// Norm and RoPE of vectors [from, to) of the tile, at most one a team. Ends with a barrier.
 void rope(uint from, uint to, uint t0) {
-    uint me = gl_LocalInvocationIndex;
-    for (uint i = me; i < (to - from) * DIM4; i += 128u) {
-        uint vector = from + i / DIM4, quad = i % DIM4, at = source(vector, t0) + 4u * quad;
-        tile[vector * PITCH + quad] = vec4(p[at], p[at + 1u], p[at + 2u], p[at + 3u]);
+    uint vector = min(from + TEAM, to - 1u), at = source(vector, t0);
+    bool is_q = vector < HEADS;
+    uint norm_at = is_q ? push.q_norm_at : push.k_norm_at;
+    vec4 x[QUADS], norm[QUADS];
+    [[unroll]] for (uint i = 0u; i < QUADS; ++i) {
+        uint d = lane_quad(i) * 4u;
+        x[i] = vec4(p[at + d], p[at + d + 1u], p[at + d + 2u], p[at + d + 3u]);
+        norm[i] = vec4(norms[norm_at + d], norms[norm_at + d + 1u], norms[norm_at + d + 2u], norms[norm_at + d + 3u]);
+    }
+    float sum = 0.0;
+    [[unroll]] for (uint i = 0u; i < QUADS; ++i) {
+        if (has_quad(i)) {
+            sum = fma(x[i].x, x[i].x, fma(x[i].y, x[i].y, fma(x[i].z, x[i].z, fma(x[i].w, x[i].w, sum))));
+        }
+    }
+    // Queries are scaled here: after the sums, one variant could contract scale and maximum into an fma.
+    precise float factor = inversesqrt(team_add(sum) / float(DIM) + push.eps) * (is_q ? push.scale : 1.0);
+    if (from + TEAM < to) {
+        [[unroll]] for (uint i = 0u; i < QUADS; ++i) {
+            precise vec4 normed = x[i] * factor * norm[i];
+            if (has_quad(i)) { tile[vector * PITCH + lane_quad(i)] = normed; }
+        }
     }
     barrier();
-    for (uint v0 = from; v0 < to; v0 += TEAMS) {
-        uint vector = min(v0 + TEAM, to - 1u);
+    for (uint n = gl_LocalInvocationIndex; n < (to - from) * HALF_ROT; n += 128u) {
+        uint v = from + n / HALF_ROT, a = n % HALF_ROT, b = a + HALF_ROT, base = v * PITCH;
+        uint position = n_past + (v < HEADS ? row - first_row : t0 + v - HEADS);
+        vec2 cs = cos_sin_turns(turns_at(position, table[push.table_at + 2u * a], table[push.table_at + 2u * a + 1u]));
+        float x0 = tile[base + a / 4u][a % 4u], x1 = tile[base + b / 4u][b % 4u];
+        precise float y0 = x1 * cs.y, y1 = x1 * cs.x;
+        tile[base + a / 4u][a % 4u] = fma(x0, cs.x, -y0);
+        tile[base + b / 4u][b % 4u] = fma(x0, cs.y, y1);
+    }
+    barrier();
+}
+
+// This lane's part of the scores of key number `at` of the chunk.
+void score(uint at, vec4 k[QUADS]) {
+    [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
         float sum = 0.0;
-        for (uint i = LANE; i < DIM4; i += LANES) {
-            vec4 x = tile[vector * PITCH + i];
-            sum = fma(x.x, x.x, fma(x.y, x.y, fma(x.z, x.z, fma(x.w, x.w, sum))));
+        [[unroll]] for (uint i = 0u; i < QUADS; ++i) {
+            vec4 q = tile[h * PITCH + lane_quad(i)];
+            if (has_quad(i)) { sum = fma(k[i].x, q.x, fma(k[i].y, q.y, fma(k[i].z, q.z, fma(k[i].w, q.w, sum)))); }
         }
-        precise float scale = inversesqrt(team_add(sum) / float(DIM) + push.eps);
-        scales[vector] = scale;
+        lane_scores[(h * CHUNK + at) * LANES + LANE] = sum;
     }
-    barrier();
-    // Items of the rotated part take pairs (i, i + HALF_ROT); the others single dims beyond both halves.
-    const uint items = DIM - HALF_ROT;
-    for (uint n = me; n < (to - from) * items; n += 128u) {
-        uint vector = from + n / items, i = n % items;
-        bool is_q = vector < HEADS, rotates = i < HALF_ROT;
-        uint norm_at = is_q ? push.q_norm_at : push.k_norm_at, base = vector * PITCH;
-        uint a = rotates ? i : i + HALF_ROT, b = i + HALF_ROT;
-        // Queries are scaled here: after the sums, one variant could contract scale and maximum into an fma.
-        float factor = is_q ? push.scale : 1.0;
-        precise float x0 = tile[base + a / 4u][a % 4u] * scales[vector] * norms[norm_at + a];
-        if (rotates) {
-            uint position = n_past + (is_q ? row - first_row : t0 + vector - HEADS);
-            precise float x1 = tile[base + b / 4u][b % 4u] * scales[vector] * norms[norm_at + b];
-            vec2 cs = cos_sin_turns(turns_at(position, table[push.table_at + 2u * i], table[push.table_at + 2u * i + 1u]));
-            tile[base + a / 4u][a % 4u] = fma(x0, cs.x, -(x1 * cs.y)) * factor;
-            tile[base + b / 4u][b % 4u] = fma(x0, cs.y, x1 * cs.x) * factor;
-        } else {
-            tile[base + a / 4u][a % 4u] = x0 * factor;
-        }
-    }
-    barrier();
 }
 
 void finish(uint h, uint d, float acc, float total) {
@@ -106,17 +120,30 @@ void finish(uint h, uint d, float acc, float total) {
 
 // Joins the parts of HEADS results in their order.
 void join(uint first_partial, uint n_parts) {
-    const uint stride = DIM + 2u;
-    for (uint i = gl_LocalInvocationIndex; i < HEADS * DIM; i += 128u) {
-        uint h = i / DIM, d = i % DIM;
-        uint at = first_partial + h * push.n_parts * stride;
-        float best = partials[at];
-        for (uint c = 1u; c < n_parts; ++c) { best = max(best, partials[at + c * stride]); }
+    const uint stride = DIM + 2u, UNDER_WAY = 8u;
+    uint me = gl_LocalInvocationIndex, totals = HEADS * n_parts;  // the two lie in lane_scores, whose scores are done with
+    for (uint i = me; i < HEADS * n_parts; i += 128u) {
+        uint at = first_partial + (i / n_parts * push.n_parts + i % n_parts) * stride;
+        lane_scores[i] = partials[at];
+        lane_scores[totals + i] = partials[at + 1u];
+    }
+    barrier();
+    for (uint i = me; i < HEADS * DIM; i += 128u) {
+        uint h = i / DIM, d = i % DIM, first = h * n_parts;
+        uint at = first_partial + h * push.n_parts * stride + 2u + d;
+        float best = NEVER;
+        for (uint c = 0u; c < n_parts; ++c) { best = max(best, lane_scores[first + c]); }
         float acc = 0.0, total = 0.0;
-        for (uint c = 0u; c < n_parts; ++c) {
-            float weight = exp(partials[at + c * stride] - best);
-            total = fma(partials[at + c * stride + 1u], weight, total);
-            acc = fma(partials[at + c * stride + 2u + d], weight, acc);
+        for (uint c0 = 0u; c0 < n_parts; c0 += UNDER_WAY) {
+            float part[UNDER_WAY];
+            [[unroll]] for (uint c = 0u; c < UNDER_WAY; ++c) { part[c] = partials[at + min(c0 + c, n_parts - 1u) * stride]; }
+            [[unroll]] for (uint c = 0u; c < UNDER_WAY; ++c) {
+                if (c0 + c < n_parts) {
+                    float weight = exp(lane_scores[first + c0 + c] - best);
+                    total = fma(lane_scores[totals + first + c0 + c], weight, total);
+                    acc = fma(part[c], weight, acc);
+                }
+            }
         }
         finish(h, d, acc, total);
     }
@@ -146,9 +173,9 @@ void main() {
     uint v_at = push.v_cache_at + (slot * push.n_ctx * push.n_head_kv + kv_head) * DIM;
     uint fresh_v_at = push.v_at + first_row * push.v_row + kv_head * DIM;
 
-    float best[HEADS], total[HEADS], acc[HEADS][OWN];
+    float best[HEADS], total[HEADS], factor[HEADS], acc[HEADS][OWN];
     [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
-        best[h] = -3.0e38;
+        best[h] = NEVER;
         total[h] = 0.0;
         [[unroll]] for (uint j = 0u; j < OWN; ++j) { acc[h][j] = 0.0; }
     }
@@ -158,36 +185,38 @@ void main() {
         uint first_fresh = max(key0, n_past);  // keys from here on are the batch's own
         uint n_fresh = max(key0 + n_keys, first_fresh) - first_fresh;
         uint t_fresh = first_fresh - n_past;   // the row of the first one, if there is any
+        // Where there is no key in the cache, what is loaded is not used; it lies in the cache all the same.
+        uint last_cached = max(min(first_fresh, key0 + n_keys), key0 + 1u) - 1u;
+        vec4 k[PASSES][QUADS];
+        float v[CHUNK][OWN];
+        [[unroll]] for (uint pass = 0u; pass < PASSES; ++pass) {
+            uint from = (k_at + min(key0 + pass * TEAMS + TEAM, last_cached) * key_row) / 4u;
+            [[unroll]] for (uint i = 0u; i < QUADS; ++i) { k[pass][i] = k_cache[from + lane_quad(i)]; }
+        }
+        [[unroll]] for (uint i = 0u; i < CHUNK; ++i) {
+            uint from = v_at + min(key0 + i, last_cached) * key_row;
+            [[unroll]] for (uint j = 0u; j < OWN; ++j) { v[i][j] = v_cache[from + min(me + j * 128u, DIM - 1u)]; }
+        }
         bool has_query = key0 > part * span;
-        uint key = key0 + min(me, n_keys - 1u);
-        float score[HEADS];
-        [[unroll]] for (uint h = 0u; h < HEADS; ++h) { score[h] = 0.0; }
-        uint done = 0u;  // of the batch's own keys
-        do {
-            uint n = min(FRESH, n_fresh - done);
-            if (n > 0u || !has_query) { rope(has_query ? HEADS : 0u, HEADS + n, t_fresh + done); }
-            has_query = true;
-            bool cached = key < first_fresh;
-            if (cached ? done == 0u : key - first_fresh - done < n) {
-                uint from = cached ? (k_at + key * key_row) / 4u : (HEADS + key - first_fresh - done) * PITCH;
-                for (uint i0 = 0u; i0 < DIM4; i0 += BLOCK) {
-                    vec4 k[BLOCK];
-                    if (cached) {
-                        [[unroll]] for (uint i = 0u; i < BLOCK; ++i) { k[i] = k_cache[from + i0 + i]; }
-                    } else {
-                        [[unroll]] for (uint i = 0u; i < BLOCK; ++i) { k[i] = tile[from + i0 + i]; }
-                    }
-                    [[unroll]] for (uint i = 0u; i < BLOCK; ++i) {
-                        [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
-                            vec4 q = tile[h * PITCH + i0 + i];
-                            score[h] = fma(k[i].x, q.x, fma(k[i].y, q.y, fma(k[i].z, q.z, fma(k[i].w, q.w, score[h]))));
-                        }
-                    }
-                }
+        uint n = min(FRESH, n_fresh);
+        if (n > 0u || !has_query) { rope(has_query ? HEADS : 0u, HEADS + n, t_fresh); }
+        [[unroll]] for (uint pass = 0u; pass < PASSES; ++pass) {
+            uint at = pass * TEAMS + TEAM;
+            if (key0 + at < first_fresh) { score(at, k[pass]); }
+        }
+        for (uint done = 0u; done < n_fresh;) {
+            if (TEAM < n) {
+                vec4 own[QUADS];
+                [[unroll]] for (uint i = 0u; i < QUADS; ++i) { own[i] = tile[(HEADS + TEAM) * PITCH + lane_quad(i)]; }
+                score(first_fresh - key0 + done + TEAM, own);
             }
             done += n;
-            if (done < n_fresh) { barrier(); }  // the next keys take these ones' place
-        } while (done < n_fresh);
+            if (done < n_fresh) {
+                n = min(FRESH, n_fresh - done);
+                barrier();  // these keys take the place of the ones before
+                rope(HEADS, HEADS + n, t_fresh + done);
+            }
+        }
         // The row's own key is its last one; one of the groups of its kv head writes it.
         if (key0 + n_keys > position && head0 % heads_per_kv == 0u) {
             uint from = (HEADS + (n_fresh - 1u) % FRESH) * PITCH, to = position * key_row;
@@ -196,56 +225,51 @@ void main() {
                 v_cache[v_at + to + d] = p[fresh_v_at + (row - first_row) * push.v_row + d];
             }
         }
-        // The maximum and the sum of all heads together: one pair of barriers each.
-        [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
-            if (me >= n_keys) { score[h] = -3.0e38; }
-            float team_best = team_max(score[h]);
-            if (LANE == 0u) { team_partial[TEAM * HEADS + h] = team_best; }
+        if (n_fresh > 0u) {
+            [[unroll]] for (uint i = 0u; i < CHUNK; ++i) {
+                uint at = key0 + i;
+                [[unroll]] for (uint j = 0u; j < OWN; ++j) {
+                    uint d = min(me + j * 128u, DIM - 1u);
+                    // Beyond the last key p is 0, while memory may hold NaN.
+                    if (at >= first_fresh) { v[i][j] = at < end ? p[fresh_v_at + (at - n_past) * push.v_row + d] : 0.0; }
+                }
+            }
         }
         barrier();
-        float weight[HEADS], factor[HEADS];
+        for (uint i = me; i < HEADS * CHUNK; i += 128u) {
+            uint at = i * LANES;
+            float a = lane_scores[at] + lane_scores[at + 1u], b = lane_scores[at + 2u] + lane_scores[at + 3u];
+            float c = lane_scores[at + 4u] + lane_scores[at + 5u], d = lane_scores[at + 6u] + lane_scores[at + 7u];
+            scores[i / 4u][i % 4u] = i % CHUNK < n_keys ? (a + b) + (c + d) : NEVER;
+        }
+        barrier();
         [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
-            float now = best[h];
-            for (uint i = 0u; i < TEAMS; ++i) { now = max(now, team_partial[i * HEADS + h]); }
-            weight[h] = me < n_keys ? exp(score[h] - now) : 0.0;
-            p_tile[h * CHUNK + me] = weight[h];
+            vec4 most = scores[h * CHUNK / 4u];
+            [[unroll]] for (uint i = 1u; i < CHUNK / 4u; ++i) { most = max(most, scores[h * CHUNK / 4u + i]); }
+            float now = max(max(best[h], max(most.x, most.y)), max(most.z, most.w));
             factor[h] = exp(best[h] - now);  // of what came before
             best[h] = now;
             [[unroll]] for (uint j = 0u; j < OWN; ++j) { acc[h][j] *= factor[h]; }
+            if (me / CHUNK == h % (128u / CHUNK)) {
+                uint i = me % CHUNK;
+                weights[(h * CHUNK + i) / 4u][i % 4u] = i < n_keys ? exp(scores[(h * CHUNK + i) / 4u][i % 4u] - now) : 0.0;
+            }
         }
         barrier();
         [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
-            float team_total = team_add(weight[h]);
-            if (LANE == 0u) { team_partial[TEAM * HEADS + h] = team_total; }
-        }
-        barrier();
-        [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
-            float sum = 0.0;
-            for (uint i = 0u; i < TEAMS; ++i) { sum += team_partial[i * HEADS + h]; }
-            total[h] = fma(total[h], factor[h], sum);
-        }
-        for (uint n0 = 0u; n0 < n_keys; n0 += KEYS) {
-            float v[KEYS][OWN];
-            // Beyond the last key its v is loaded again: p is 0 there, while what the cache holds may be NaN.
-            [[unroll]] for (uint i = 0u; i < KEYS; ++i) {
-                uint at = key0 + min(n0 + i, n_keys - 1u);
+            vec4 sum = vec4(0.0);
+            [[unroll]] for (uint i = 0u; i < CHUNK / 4u; ++i) {
+                vec4 w = weights[h * CHUNK / 4u + i];
+                sum += w;
                 [[unroll]] for (uint j = 0u; j < OWN; ++j) {
-                    uint d = min(me + j * 128u, DIM - 1u);
-                    if (at < first_fresh) {
-                        v[i][j] = v_cache[v_at + at * key_row + d];
-                    } else {
-                        v[i][j] = p[fresh_v_at + (at - n_past) * push.v_row + d];
-                    }
+                    acc[h][j] = fma(w.x, v[4u * i][j], acc[h][j]);
+                    acc[h][j] = fma(w.y, v[4u * i + 1u][j], acc[h][j]);
+                    acc[h][j] = fma(w.z, v[4u * i + 2u][j], acc[h][j]);
+                    acc[h][j] = fma(w.w, v[4u * i + 3u][j], acc[h][j]);
                 }
             }
-            [[unroll]] for (uint i = 0u; i < KEYS; ++i) {
-                [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
-                    float w = p_tile[h * CHUNK + n0 + i];
-                    [[unroll]] for (uint j = 0u; j < OWN; ++j) { acc[h][j] = fma(w, v[i][j], acc[h][j]); }
-                }
-            }
+            total[h] = fma(total[h], factor[h], (sum.x + sum.y) + (sum.z + sum.w));
         }
-        barrier();  // all have read the sums and weights
     }
 
     uint first_partial = push.partials_at + (row * push.n_head + head0) * push.n_parts * (DIM + 2u);

@@ -1,6 +1,6 @@
 """All of a decode step's attention between its two products in one dispatch: norms, RoPE, cache write, attention, gate.
 
-The maths of `rope_kv_write` and `attention`, which prompts still go through. The keys are cut into chunks of 128 and,
+The maths of `rope_kv_write` and `attention`, which prompts still go through. The keys are cut into chunks of 32 and,
 as in flash decoding (Dao et al. 2023), into parts that different workgroups take; the one that finishes last joins
 them. Chunks and parts follow from a row's position alone, so a row's bits depend neither on the batch it is in, nor on
 `kv_bound`, nor on who finishes last. Rows of the batch see each other's keys and values from the projection, with the
@@ -9,7 +9,6 @@ very bits that go to the cache.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,8 +21,8 @@ from vkbackend.ops.case import Case, CaseBuilder
 from vkbackend.ops.op import Array, At, Bind, Dispatch, Kernel, Lowering, Op, check, counters, scratch, spread
 from vkbackend.ops.rope_kv_write import check_projection, reference_rope, rope_kv_write, rope_table
 
-CHUNK = 128  # keys a workgroup scores at a time, one an invocation
-MAX_PARTS = 64  # of a row; from 8192 keys on a part is 2, 4, 8 ... chunks: bounds the memory for partial results
+CHUNK = 32  # keys a workgroup scores at a time: small, so that many workgroups share a short context
+MAX_PARTS = 64  # of a row; from 2048 keys on a part is 2, 4, 8 ... chunks: bounds the memory for partial results
 MAX_TOKENS = 16  # longer batches are prompts
 MAX_DIM = 256
 KERNEL = Kernel("rope_attention", 128)
@@ -97,8 +96,8 @@ def _lower(node: Node, limits: Limits) -> Lowering:
     check(start % 4 == 0, "rope_attention", wanted)
     n_parts = min(MAX_PARTS, -(-node.attrs.kv_bound // CHUNK))
     most = 4 if n_rows * n_parts > 64 else 2  # few workgroups: rather more of them than fewer loads
-    heads = max(h for h in range(1, most + 1) if (n_head // n_kv) % h == 0)
-    block = math.gcd(8 if limits.subgroup_size <= 8 else 16, head_dim // 4)
+    fits = [h for h in range(1, most + 1) if h == 1 or _shared_bytes(h, head_dim) <= limits.max_shared_bytes]
+    heads = max(h for h in fits if (n_head // n_kv) % h == 0)
     partials = scratch("attention partials", (n_rows, n_head, n_parts, head_dim + 2))
     done = counters("attention parts done", n_rows * (n_head // heads))
     push = (
@@ -114,7 +113,12 @@ def _lower(node: Node, limits: Limits) -> Lowering:
     )  # fmt: skip
     also = (Bind(k, "r"), Bind(v, "r"), Bind(k_norm, "r"))
     groups = spread(n_rows * n_parts * (n_head // heads), limits.max_groups[0])
-    return [[Dispatch(KERNEL, binds, push, groups, (heads, head_dim, table.shape[0], block), also)]]
+    return [[Dispatch(KERNEL, binds, push, groups, (heads, head_dim, table.shape[0]), also)]]
+
+
+def _shared_bytes(heads: int, head_dim: int) -> int:
+    """Of a workgroup: queries and keys, the lanes' scores, scores and weights, and what lanes.glsl has."""
+    return (heads + 8) * (head_dim // 4 + 1) * 16 + heads * CHUNK * (8 + 2) * 4 + 1024
 
 
 def _cases() -> list[Case]:
