@@ -14,9 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from vkbackend.device.base import Limits
+from vkbackend.device.numpy_parts import Run, Workspace
 from vkbackend.graph import Graph, Node, Tensor
 from vkbackend.ops.case import Case, CaseBuilder
 from vkbackend.ops.delta_net_blocks import FINISH, PREPARE, SCAN, block_stages, n_by_blocks, tokens_of
+from vkbackend.ops.delta_net_numpy import prepared_mixer
 from vkbackend.ops.op import Array, At, Bind, Dispatch, Kernel, Lowering, Op, check, sigmoid, silu, spread
 
 MIXER = Kernel("delta_net_mixer", 128)
@@ -165,6 +167,14 @@ def _l2(x: Array, eps: float) -> Array:
     return np.asarray(x / np.sqrt(np.sum(np.square(x), axis=-1, keepdims=True) + eps))
 
 
+def _prepare(node: Node, inputs: Sequence[Array], outputs: Sequence[Array], work: Workspace) -> Run:
+    at: Attrs = node.attrs
+    return prepared_mixer(
+        inputs, outputs, work,
+        n_tokens=at.n_tokens, n_k_heads=at.n_k_heads, part=ROWS, eps=at.eps, grouped=at.grouped,
+    )  # fmt: skip
+
+
 def _lower(node: Node, limits: Limits) -> Lowering:
     state_ring = node.inputs[9]
     n_tokens = node.attrs.n_tokens
@@ -281,4 +291,11 @@ def _cases() -> list[Case]:
     ]
 
 
-OP = Op("delta_net_mixer", _reference, _lower, lambda: [MIXER, PREPARE, SCAN, FINISH, RING_WRITE], _cases)
+OP = Op(
+    "delta_net_mixer",
+    _reference,
+    _lower,
+    lambda: [MIXER, PREPARE, SCAN, FINISH, RING_WRITE],
+    _cases,
+    _prepare,
+)

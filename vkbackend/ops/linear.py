@@ -14,8 +14,10 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from vkbackend.device.base import Limits
+from vkbackend.device.numpy_parts import Run, Workspace
 from vkbackend.graph import Graph, Node, Tensor
 from vkbackend.ops.case import Case, CaseBuilder
+from vkbackend.ops.linear_numpy import prepared_linear
 from vkbackend.ops.linear_prompt import Part, product_bytes, prompt_kernels, prompt_stages
 from vkbackend.ops.op import (
     Array,
@@ -154,6 +156,14 @@ def _reference(node: Node, inputs: Sequence[Array], outputs: Sequence[Array]) ->
         outputs[0][...] += of.residual
 
 
+def _prepare(node: Node, inputs: Sequence[Array], outputs: Sequence[Array], work: Workspace) -> Run:
+    attrs, of = node.attrs, _operands(node.attrs, inputs)
+    return prepared_linear(
+        of.x, of.parts, outputs[0], work,
+        norm=of.norm, squares=of.squares, residual=of.residual, eps=attrs.eps, swiglu=attrs.swiglu,
+    )  # fmt: skip
+
+
 def _lower(node: Node, limits: Limits) -> Lowering:
     attrs, of = node.attrs, _operands(node.attrs, node.inputs)
     x, y = of.x, node.outputs[0]
@@ -283,4 +293,4 @@ def _cases() -> list[Case]:
     return out
 
 
-OP = Op("linear", _reference, _lower, _kernels, _cases)
+OP = Op("linear", _reference, _lower, _kernels, _cases, _prepare)

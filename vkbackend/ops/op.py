@@ -20,6 +20,7 @@ from vkbackend.graph import I32, Graph, Node, Role, Storage, Tensor
 
 if TYPE_CHECKING:
     from vkbackend.device.base import Limits
+    from vkbackend.device.numpy_parts import Run, Workspace
     from vkbackend.ops.case import Case
 
 Array = NDArray[Any]
@@ -91,6 +92,8 @@ class Op:
     lower(node, limits): the dispatches; may make scratch tensors with `scratch`.
     kernels(): every kernel the lowering can ask for, so that wheels can ship compiled SPIR-V.
     cases(): the list that unit tests and `vkbackend test-ops` share.
+    prepare(node, inputs, outputs, workspace): only where the reference is too slow for the NumPy fallback: what the
+        float32 device calls at every run in its place, with views and scratch arrays made once.
     """
 
     name: str
@@ -98,6 +101,7 @@ class Op:
     lower: Callable[[Node, Limits], Lowering]
     kernels: Callable[[], list[Kernel]]
     cases: Callable[[], list[Case]]
+    prepare: Callable[[Node, Sequence[Array], Sequence[Array], Workspace], Run] | None = None
 
 
 def scratch(label: str, shape: Sequence[int], dtype: str = "f32") -> Tensor:
