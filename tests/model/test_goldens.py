@@ -100,10 +100,11 @@ def test_hidden_rows_and_states(device: str, kind: str) -> None:
         assert nmse(newest, want["conv_33"][i]) <= 1e-8
 
 
+@pytest.mark.parametrize("where", ["kompute:0", "numpy"])
 @pytest.mark.parametrize("name", ["dense-q8_0", "dense-k-q8_0"])
-def test_decode_batches_are_bitwise_invariant(name: str) -> None:
+def test_decode_batches_are_bitwise_invariant(name: str, where: str) -> None:
     """A token's logits are the same bits alone, in any batch up to 16, and however the earlier ones were split."""
-    model = model_on(name, "kompute:0")
+    model = model_on(name, where)
     tokens = golden(name, "hf")["prompt_100"].tolist()[:48]
     alone = model.context(n_ctx=64)
     want = np.concatenate([alone.decode([t]).logits for t in tokens])

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from vkbackend.device.base import Limits
+from vkbackend.device.numpy_parts import Run, Workspace
 from vkbackend.graph import Graph, Node, Tensor
 from vkbackend.ops.attention import attention, reference_attention
+from vkbackend.ops.attention_numpy import prepared_attention
 from vkbackend.ops.case import Case, CaseBuilder
 from vkbackend.ops.op import Array, At, Bind, Dispatch, Kernel, Lowering, Op, check, counters, scratch, spread
 from vkbackend.ops.rope_kv_write import check_projection, reference_rope, rope_kv_write, rope_table
@@ -84,6 +86,10 @@ def _reference(node: Node, inputs: Sequence[Array], outputs: Sequence[Array]) ->
     head_dim = qg.shape[2] // 2
     q = reference_rope(inputs, k_cache, v_cache, node.attrs.n_tokens, node.attrs.eps)
     reference_attention(q, qg[..., head_dim:], k_cache, v_cache, step, node.attrs.n_tokens, y)
+
+
+def _prepare(node: Node, inputs: Sequence[Array], outputs: Sequence[Array], work: Workspace) -> Run:
+    return prepared_attention(inputs, outputs, work, node.attrs.n_tokens, node.attrs.eps)
 
 
 def _lower(node: Node, limits: Limits) -> Lowering:
@@ -178,4 +184,4 @@ def _cases() -> list[Case]:
     ]
 
 
-OP = Op("rope_attention", _reference, _lower, lambda: [KERNEL], _cases)
+OP = Op("rope_attention", _reference, _lower, lambda: [KERNEL], _cases, _prepare)

@@ -104,18 +104,22 @@ def _reference(node: Node, inputs: Sequence[Array], outputs: Sequence[Array]) ->
     q[...] = reference_rope(inputs, k_cache, v_cache, node.attrs.n_tokens, node.attrs.eps)
 
 
+def cos_sin(positions: Array, table: Array) -> tuple[Array, Array]:
+    """Of the angles at integer positions [n], each float64 [n, 1, half], by the turns of `rope_table`."""
+    words = table.view(np.uint32).astype(np.uint64)
+    fractions = words[:, 0] << np.uint64(32) | words[:, 1]
+    turns = positions[:, None, None].astype(np.uint64) * fractions  # wraps at 2^64: one turn
+    angles = turns.astype(np.float64) * (2 * np.pi / 2.0**64)
+    return np.cos(angles), np.sin(angles)
+
+
 def reference_rope(inputs: Sequence[Array], k_cache: Array, v_cache: Array, n_tokens: int, eps: float) -> Array:
     """Writes the caches and returns q; the inputs in the builder's order."""
     qg, k, v, q_norm, k_norm, table, _, _, (n_past, seq_ids) = inputs
     head_dim, half = qg.shape[2] // 2, table.shape[0]
     positions = (n_past[:, None] + np.arange(n_tokens)).reshape(-1)
     sequences = np.repeat(seq_ids, n_tokens)
-    words = table.view(np.uint32).astype(np.uint64)
-    fractions = words[:, 0] << np.uint64(32) | words[:, 1]
-    with np.errstate(over="ignore"):
-        turns = positions[:, None].astype(np.uint64) * fractions  # wraps at 2^64: one turn
-    angles = turns.astype(np.float64) * (2 * np.pi / 2.0**64)
-    cos, sin = (f(angles)[:, None, :].astype(qg.dtype) for f in (np.cos, np.sin))
+    cos, sin = (f.astype(qg.dtype) for f in cos_sin(positions, table))
 
     def turned(x: Array, w: Array) -> Array:
         x = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + eps) * w
