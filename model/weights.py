@@ -25,6 +25,7 @@ from vkbackend.packing import plane_starts, plane_words
 from vkbackend.quants import dequantize, weight_format
 
 CHUNK_BYTES = 16 << 20  # file bytes converted and uploaded at a time
+FLOAT_CHUNK_BYTES = 1 << 20  # the same where weights become float32: while the numbers are in the CPU's cache
 ARENA_BYTES = 2 << 30  # largest single allocation asked of a driver
 ALIGN = 64  # words
 
@@ -240,7 +241,7 @@ def _upload(device: Device, arena: Buffer, part: _Part) -> Iterator[int]:
         return
     fmt = weight_format(part.infos[0].type)
     starts = plane_starts(part.dtype, part.rows, part.cols)
-    for first, raw in _raw_chunks(part):
+    for first, raw in _raw_chunks(part, CHUNK_BYTES):
         n_bytes = 0
         for start, plane in zip(starts, fmt.pack(raw, part.cols), strict=True):
             device.upload(arena, part.base + start + first * plane.shape[1], plane)
@@ -249,20 +250,20 @@ def _upload(device: Device, arena: Buffer, part: _Part) -> Iterator[int]:
 
 
 def _upload_float(device: Device, arena: Buffer, part: _Part) -> Iterator[int]:
-    for first, raw in _raw_chunks(part):
+    for first, raw in _raw_chunks(part, FLOAT_CHUNK_BYTES):
         values = dequantize(raw, part.infos[0].type, (raw.shape[0], part.cols))
         device.upload(arena, part.base + first * part.cols, np.ascontiguousarray(values, np.float32))
         yield values.size * 4
 
 
-def _raw_chunks(part: _Part) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """(row within the part, raw block bytes [n, row_bytes]) covering the part's rows in order."""
+def _raw_chunks(part: _Part, chunk_bytes: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    """(row within the part, raw block bytes [n, row_bytes]) covering the part's rows in order, about so many a time."""
     sources = [part.file.tensor_bytes(i.name) for i in part.infos]
     row_bytes = part.infos[0].nbytes // max(1, math.prod(part.infos[0].shape) // part.cols)
     matrices: list[Array] = [s.reshape(-1, row_bytes) for s in sources]
     turns = part.key if isinstance(part.key, Matrix) and part.key.interleave else None
     together = turns.together if turns else 1
-    step = max(together, CHUNK_BYTES // row_bytes // together * together)
+    step = max(together, chunk_bytes // row_bytes // together * together)
     for first in range(0, part.rows, step):
         n = min(step, part.rows - first)
         at = part.first_row + first

@@ -8,9 +8,6 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from vkbackend.cli.bench_ops import run_ops
 from vkbackend.cli.common import (
     Commands,
     add_command,
@@ -73,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     specs = {name: speculator(name, args) for name in args.spec_type.split(",")}
     model = load_model(args)
     if args.ops:
+        from vkbackend.cli.bench_ops import run_ops
+
         return run_ops(model, args)
     prompt = _prompt(model, args)
     runs = {name: _measure(model, prompt, spec, args.n_gen, args.repetitions) for name, spec in specs.items()}
@@ -109,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _prompt(model: Model, args: argparse.Namespace) -> list[int]:
     if args.file is None:
+        import numpy as np
+
         n = min(model.hparams.n_vocab, model.tokenizer.n_vocab)
         return [int(i) for i in np.random.default_rng(args.seed).integers(0, n, args.n_prompt)]
     from vkbackend.cli import UsageError
