@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from vkbackend.device.numpy import NumpyDevice
-from vkbackend.device.numpy_parts import Workspace
+from vkbackend.device.numpy_parts import Workspace, rms_rows_to
 from vkbackend.graph import Graph
 from vkbackend.ops import linear_numpy
 from vkbackend.ops.linear_numpy import FEW_ROWS, prepared_linear
@@ -61,3 +61,13 @@ def test_a_row_does_not_depend_on_the_few_beside_it(
     if not swiglu:
         want = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + 1e-6) * norm @ w.T
         np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
+
+
+def test_rms_of_rows_without_a_length() -> None:
+    """What the definition gives, without an exception: 0 / 0 without eps, NaN for what is no number."""
+    x, y = np.array([[0, 0], [np.nan, 1], [3, 4]], np.float32), np.zeros((3, 2), np.float32)
+    rms_rows_to(x, 0.0, np.ones(2, np.float32), y)
+    assert np.isnan(y[:2]).all()
+    np.testing.assert_allclose(y[2], np.array([3, 4]) / np.sqrt(12.5), rtol=1e-6)
+    rms_rows_to(x[:1], 1e-6, np.ones(2, np.float32), y[:1])
+    assert y[0].tolist() == [0, 0]

@@ -8,7 +8,7 @@ alone, so these forms make few calls and no arrays.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import sqrt
+from math import nan, sqrt
 
 import numpy as np
 
@@ -51,5 +51,6 @@ def rms_rows_to(x: Array, eps: float, w: Array, out: Array) -> None:
     """out = rows of x / sqrt(mean(x^2) + eps) * w, for a few rows [n_rows, n]."""
     n = x.shape[1]
     for row, to in zip(x, out, strict=True):
-        np.multiply(row, 1 / sqrt(float(np.dot(row, row)) / n + eps), out=to)
+        mean = float(np.dot(row, row)) / n + eps
+        np.multiply(row, 1 / sqrt(mean) if mean > 0 else nan, out=to)  # zeros without eps: 0 / 0
         np.multiply(to, w, out=to)
