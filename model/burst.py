@@ -1,11 +1,12 @@
-"""Several greedy steps in one submission: token ids, verification and ring slots never leave the device.
+"""Several steps in one submission: token ids, verification and ring slots never leave the device.
 
 Submitting and waiting is what a small step costs most, so a burst records a number of consecutive rounds in one
-graph. A plain round is a decode and an argmax that the next round embeds. A speculative round, with n drafts, is
+graph. A plain round is a decode and the choice of a token (argmax, or a draw: ops/sample.py) that the next round
+embeds. A speculative round, with n drafts, is
 
 1. the MTP block over the last round's targets (until then its rows were made from drafts); the row of the last
    accepted token gives draft 1; then n - 1 single steps of the block;
-2. the trunk over the last token and the drafts;
+2. the trunk over the last token and the drafts, and a choice after each of them (drafts themselves are greedy);
 3. `accept_drafts`, which sets the next round's positions: that alone rolls the trunk back.
 
 The host reads a few integers per round and keeps the books. Rounds beyond an EOS are simply not used.
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 
 from vkbackend.device.base import Device, Program
 from vkbackend.device.pace import Pace
+from vkbackend.draw import N_WORDS, Ints
 from vkbackend.errors import ContextError, DeviceError
 from vkbackend.graph import I32, Graph, Tensor, bound
 from vkbackend.model.context import Context, kv_bucket
@@ -34,23 +36,25 @@ from vkbackend.ops.accept_drafts import accept_drafts
 from vkbackend.ops.argmax import argmax
 from vkbackend.ops.later_steps import later_steps
 from vkbackend.ops.rms_norm import rms_norm
+from vkbackend.ops.sample import sample
 from vkbackend.ops.select_row import select_row
 
 Floats = NDArray[np.float32]
 
 
 class Burst(Protocol):
-    """Rounds of greedy decoding of sequence 0."""
+    """Rounds of decoding of sequence 0."""
 
     @property
     def tokens_per_round(self) -> int:
         """The most tokens a round can yield."""
         ...
 
-    def begin(self, last: int, pending_h: Floats | None) -> None:
+    def begin(self, last: int, pending_h: Floats | None, sampling: Ints | None = None) -> None:
         """Starts from the contexts as they are: `last` is the newest token, not decoded yet.
 
-        pending_h float32 [n_embd]: the hidden row of the token before it (speculative bursts).
+        pending_h float32 [n_embd]: the hidden row of the token before it (speculative bursts). sampling: the words of
+        `draw.settings_words`, None for greedy decoding.
         """
         ...
 
@@ -63,7 +67,10 @@ class Burst(Protocol):
         ...
 
     def run(self, n_rounds: int) -> list[list[int]]:
-        """Runs rounds in one submission; the tokens each one chose, at least one a round."""
+        """Runs rounds in one submission; the tokens each one chose, at least one a round.
+
+        Sampled ones are -1 where logits were not usable; what comes after that has no meaning.
+        """
         ...
 
 
@@ -74,12 +81,13 @@ class PlainBurst:
 
     def __init__(self, device: Device, trunk: Trunk, context: Context) -> None:
         self._device, self._trunk, self._context = device, trunk, context
-        self._programs: dict[tuple[int, int], Program] = {}
+        self._programs: dict[tuple[int, int, bool], Program] = {}
         self._pace = Pace()
         self._last = 0
+        self._sampling: Ints | None = None
 
-    def begin(self, last: int, pending_h: Floats | None) -> None:
-        self._last = last
+    def begin(self, last: int, pending_h: Floats | None, sampling: Ints | None = None) -> None:
+        self._last, self._sampling = last, sampling
 
     def rounds(self, most: int) -> int:
         return _paced(self._pace, self._context, 1).most(most)
@@ -90,12 +98,14 @@ class PlainBurst:
     def run(self, n_rounds: int) -> list[list[int]]:
         memory = self._context.memory
         n_past = _check_room(self, memory, n_rounds)
-        key = (n_rounds, kv_bucket(n_past + n_rounds, self._context.n_ctx))
+        key = (n_rounds, kv_bucket(n_past + n_rounds, self._context.n_ctx), self._sampling is not None)
         if key not in self._programs:
             self._programs[key] = self._device.compile(build_plain_burst(self._trunk, memory, *key))
         memory.advance(0, n_rounds)
         self._context.submissions += 1
         feeds = {"tokens": np.array([self._last], np.int32), "step": np.array([[n_past], [0]], np.int32)}
+        if self._sampling is not None:
+            feeds["sampling"] = self._sampling
         try:
             with _timed(self._pace, n_rounds):
                 chosen = self._programs[key].run(feeds)["chosen"]
@@ -106,16 +116,18 @@ class PlainBurst:
         return [[int(token)] for token in chosen]
 
 
-def build_plain_burst(trunk: Trunk, memory: Memory, n_rounds: int, kv_bound: int) -> Graph:
-    """Inputs: tokens i32 [1], step i32 [2, 1]. Output: chosen i32 [n_rounds]."""
+def build_plain_burst(trunk: Trunk, memory: Memory, n_rounds: int, kv_bound: int, sampled: bool = False) -> Graph:
+    """Inputs: tokens i32 [1], step i32 [2, 1], and sampling i32 [N_WORDS] if sampled. Output: chosen i32 [n_rounds]."""
     g = Graph()
+    sampling = g.input("sampling", (N_WORDS,), I32) if sampled else None
     tokens = g.input("tokens", (1,), I32)
     steps = later_steps(g, g.input("step", (2, 1), I32), n_rounds)
     chosen = g.temp("chosen", (n_rounds,), I32)
     shape = StepShape(1, 1, kv_bound)
     for i in range(n_rounds):
         x = trunk_rows(g, trunk, memory, tokens, _step(steps, i), shape)
-        tokens = argmax(g, head_logits(g, trunk.hp, trunk.loader, trunk.head, x), out=chosen.narrow(0, i, 1))
+        tokens = chosen.narrow(0, i, 1)
+        _choose(g, head_logits(g, trunk.hp, trunk.loader, trunk.head, x), sampling, _step(steps, i), tokens)
     g.output("chosen", chosen)
     return g
 
@@ -145,8 +157,9 @@ class DraftBurst:
         self._device, self._trunk, self._mtp = device, trunk, mtp
         self._context, self._mtp_context = context, mtp_context
         self._n = n_drafts
-        self._programs: dict[tuple[int, int, bool], Program] = {}
+        self._programs: dict[tuple[int, int, bool, bool], Program] = {}
         self._pace = Pace()
+        self._sampling: Ints | None = None
         n, n_embd = n_drafts, trunk.hp.n_embd
         self._integers = device.allocate(4 * (n + 1) + 1, I32, "draft state")
         self._rows = device.allocate((n + 1) * n_embd, label="draft hidden rows")
@@ -158,9 +171,10 @@ class DraftBurst:
             hidden=bound("hidden", self._rows, 0, (n + 1, n_embd)),
         )
 
-    def begin(self, last: int, pending_h: Floats | None) -> None:
+    def begin(self, last: int, pending_h: Floats | None, sampling: Ints | None = None) -> None:
         if pending_h is None:
             raise ContextError("a speculative burst needs the hidden row of the token before the last one")
+        self._sampling = sampling
         n, n_past = self._n, self._context.seq_pos_max(0) + 1
         # As after a round that accepted nothing and whose first target was the last token.
         tokens = [last] + [0] * n
@@ -181,15 +195,20 @@ class DraftBurst:
     def run(self, n_rounds: int) -> list[list[int]]:
         memory, mtp_memory = self._context.memory, self._mtp_context.memory
         n_past = _check_room(self, memory, n_rounds)
-        forced = self.forced_acceptance is not None
-        key = (n_rounds, kv_bucket(n_past + (n_rounds + 1) * (self._n + 1), self._context.n_ctx), forced)
+        feeds = {}
+        if self.forced_acceptance is not None:
+            feeds["forced"] = self._force(n_rounds)
+        if self._sampling is not None:
+            feeds["sampling"] = self._sampling
+        kv_bound = kv_bucket(n_past + (n_rounds + 1) * (self._n + 1), self._context.n_ctx)
+        key = (n_rounds, kv_bound, "forced" in feeds, "sampling" in feeds)
         if key not in self._programs:
             graph = build_draft_burst(self._trunk, self._mtp, memory, mtp_memory, self._state, *key)
             self._programs[key] = self._device.compile(graph)
         self._context.submissions += 1
         try:
             with _timed(self._pace, n_rounds):
-                log = self._programs[key].run({"forced": self._force(n_rounds)} if forced else {})["log"]
+                log = self._programs[key].run(feeds)["log"]
         except DeviceError as error:
             memory.seqs[0], mtp_memory.seqs[0] = SequenceState(), SequenceState()
             raise DeviceError(f"{error}; the failed burst may have overwritten sequence 0: cleared") from error
@@ -220,13 +239,16 @@ def build_draft_burst(
     n_rounds: int,
     kv_bound: int,
     force: bool = False,
+    sampled: bool = False,
 ) -> Graph:
     """Everything is in the state. Output: log i32 [n_rounds, n + 2]: accepted drafts, targets.
 
-    `force` adds an input forced i32 [n_rounds], the number of drafts to accept in each round.
+    `force` adds an input forced i32 [n_rounds], the number of drafts to accept in each round; `sampled` an input
+    sampling i32 [N_WORDS].
     """
     g = Graph()
     forced = g.input("forced", (n_rounds,), I32) if force else None
+    sampling = g.input("sampling", (N_WORDS,), I32) if sampled else None
     loader, hp = trunk.loader, trunk.hp
     n = state.tokens.shape[0] - 1
     log = g.temp("log", (n_rounds, n + 2), I32)
@@ -242,12 +264,20 @@ def build_draft_burst(
                 x = mtp_rows(g, loader, keys, mtp_memory, token, h, _step(state.steps, draft), one)
         x = trunk_rows(g, trunk, memory, state.tokens, _step(state.steps, n), many)
         rms_norm(g, x, loader.tensor(trunk.head.norm, hp.n_embd), hp.rms_eps, out=state.hidden)
-        argmax(g, head_logits(g, hp, loader, trunk.head, x), out=state.targets)
+        _choose(g, head_logits(g, hp, loader, trunk.head, x), sampling, _step(state.steps, n), state.targets)
         row = log.narrow(0, i, 1).reshape(n + 2)
         stand = forced.narrow(0, i, 1) if forced is not None else None
         accept_drafts(g, state.tokens, state.targets, state.steps, state.accepted, row, stand)
     g.output("log", log)
     return g
+
+
+def _choose(g: Graph, logits: Tensor, sampling: Tensor | None, step: Tensor, out: Tensor) -> None:
+    """The tokens that follow the rows of a decode with these step values (n_past, slot) of one sequence."""
+    if sampling is None:
+        argmax(g, logits, out=out)
+    else:
+        sample(g, logits, sampling, step.narrow(0, 0, 1).reshape(1), out=out)
 
 
 def _step(steps: Tensor, i: int) -> Tensor:

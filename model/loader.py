@@ -115,7 +115,7 @@ class Model:
         return MtpContext(self.device, memory, build, hp.n_vocab, hp.n_embd, self.n_ubatch, hidden)
 
     def burst(self, context: Context, mtp: MtpContext | None = None, n_drafts: int = 0) -> Burst | None:
-        """Greedy decoding of sequence 0 by several steps in one submission, plain or (with `mtp`) speculative.
+        """Decoding of sequence 0 by several steps in one submission, plain or (with `mtp`) speculative.
 
         None where that brings nothing (NumPy, CPU drivers) or is not possible ("pre_norm" drafts).
         """

@@ -7,7 +7,8 @@ One step of the loop, with drafts d1 .. dn (plain decoding is the case n = 0):
 3. `verify` chooses a token for each row for as long as they match the drafts;
 4. the trunk's memory is rolled back to what was accepted (`seq_rm`: no data moves).
 
-Greedy text on a GPU runs the same steps by several in one submission (vkbackend/model/burst.py).
+On a GPU several of these steps run in one submission (vkbackend/model/burst.py), unless a repeat penalty looks at the
+tokens before.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vkbackend.errors import ContextError, DeviceError
+from vkbackend.errors import ContextError, DeviceError, VkBackendError
 from vkbackend.model.batch import Batch
 from vkbackend.spec.draft_mtp import MTPSpeculator
 from vkbackend.spec.sampling import Sampler, Sampling
@@ -216,9 +217,9 @@ class TextStream:
         return out
 
     def _burst(self) -> list[tuple[int, list[int]]]:
-        """Rounds of greedy decoding in one submission: (drafts, chosen tokens) of each; none if not possible."""
+        """Rounds in one submission: (drafts, chosen tokens) of each; none if not possible."""
         session, burst = self._session, self._session.burst
-        if burst is None or not self._greedy:
+        if burst is None or self._sampler.sampling.looks_back:
             return []
         per_round = max(1.0, self.stats.tokens_per_step or burst.tokens_per_round)
         wanted = ceil((self._max_tokens - len(self.tokens)) / per_round)
@@ -230,7 +231,8 @@ class TextStream:
         start = perf_counter()
         if not self._in_bursts:
             speculator = session.speculator
-            burst.begin(self._history[-1], speculator.pending_h[0] if isinstance(speculator, MTPSpeculator) else None)
+            pending_h = speculator.pending_h[0] if isinstance(speculator, MTPSpeculator) else None
+            burst.begin(self._history[-1], pending_h, self._sampler.device_words)
             self._in_bursts = True
         rounds = burst.run(n_rounds)
         self.stats.burst_s += perf_counter() - start
@@ -275,7 +277,9 @@ class TextStream:
         return self._sampler.sampling.is_argmax
 
     def _choose(self, out: DecodeOutput) -> Choose:
-        return choose_greedy(out.argmax) if self._greedy else choose_sampled(out.logits, self._sampler)
+        if self._greedy:
+            return choose_greedy(out.argmax)
+        return choose_sampled(out.logits, self._sampler, len(self._history))
 
     def _recent(self) -> list[int]:
         """As much of the history as the repeat penalty looks at."""
@@ -286,6 +290,11 @@ class TextStream:
         """Adds chosen tokens to the text up to where it ends, and says why it ended. Returns the new text."""
         piece = ""
         for token in chosen:
+            if token < 0:
+                raise VkBackendError(
+                    f"the model returned logits of which no token {len(self._history)} can be drawn: its output is not "
+                    "usable"
+                )
             if token in self._eos:
                 self.stop_reason = "eos"
                 break

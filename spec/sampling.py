@@ -6,12 +6,15 @@ look at the distribution before the temperature is applied.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vkbackend.draw import Ints, draw, greatest, settings_words, top_k
 from vkbackend.errors import ContextError, VkBackendError
 
 Floats = NDArray[np.float32]
@@ -28,7 +31,7 @@ class Sampling:
     top_k: keep the k most probable tokens, 0 keeps all. top_p: keep the fewest most probable tokens whose
     probabilities sum to at least top_p. min_p: drop tokens less probable than min_p times the most probable.
     repeat_penalty: logits of tokens among the last `repeat_last_n` are divided by it (multiplied when negative).
-    seed: of the random generator; None takes one from the operating system.
+    seed: of the random numbers (modulo 2^64); None takes one from the operating system.
     Raises `ContextError` naming the field, the number and the allowed range.
     """
 
@@ -57,7 +60,12 @@ class Sampling:
     @property
     def is_argmax(self) -> bool:
         """Whether the choice is the plain argmax of the logits, so that the device can make it."""
-        return self.temperature == 0 and self.repeat_penalty == 1
+        return self.temperature == 0 and not self.looks_back
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the choice depends on the tokens before it, so that only the host can make it."""
+        return self.repeat_penalty != 1 and self.repeat_last_n > 0
 
 
 _WHOLE = {"top_k", "seed", "repeat_last_n"}
@@ -82,19 +90,25 @@ def distribution(sampling: Sampling, logits: Floats, history: Sequence[int] = ()
     logits hold NaN or infinity where a number is needed.
     """
     adjusted = _penalise(sampling, np.asarray(logits, np.float64), history)
-    best = int(np.argmax(adjusted))  # NaN comes first, so it is found here
-    if not np.isfinite(adjusted[best]):
-        raise VkBackendError(f"the model returned {adjusted[best]} as logit of token {best}: its output is not usable")
+    best = _best(adjusted)
     result = np.zeros(len(adjusted))  # [n_vocab]
     if sampling.temperature == 0:
         result[best] = 1.0
         return result
-    keep = _top_p(sampling.top_p, adjusted, _top_k(sampling.top_k, adjusted))
+    keep = _top_p(sampling.top_p, adjusted, top_k(sampling.top_k, adjusted))
     if sampling.min_p > 0:
         keep = keep[adjusted[keep] >= adjusted[best] + np.log(sampling.min_p)]
     weights = np.exp((adjusted[keep] - adjusted[best]) / sampling.temperature)
     result[keep] = weights / weights.sum()
     return result
+
+
+def _best(logits: NDArray[Any]) -> int:
+    """The greatest logit's token. Raises `VkBackendError` when that is not a number, or any logit NaN."""
+    best = int(np.argmax(logits))  # NaN comes first, so it is found here
+    if not np.isfinite(logits[best]):
+        raise VkBackendError(f"the model returned {logits[best]} as logit of token {best}: its output is not usable")
+    return best
 
 
 def _penalise(sampling: Sampling, logits: Doubles, history: Sequence[int]) -> Doubles:
@@ -106,17 +120,6 @@ def _penalise(sampling: Sampling, logits: Doubles, history: Sequence[int]) -> Do
     return out
 
 
-def _top_k(k: int, logits: Doubles) -> NDArray[np.intp]:
-    """Ids of the k greatest logits (all when k is 0), in order of id; the lowest ids win ties."""
-    n = len(logits)
-    if k == 0 or k >= n:
-        return np.arange(n)
-    least = np.partition(logits, n - k)[n - k]
-    above = np.flatnonzero(logits > least)
-    equal = np.flatnonzero(logits == least)[: k - len(above)]
-    return np.sort(np.concatenate([above, equal]))
-
-
 def _top_p(p: float, logits: Doubles, keep: NDArray[np.intp]) -> NDArray[np.intp]:
     """The fewest most probable of `keep` that together have at least p; at least one."""
     if p >= 1:
@@ -126,7 +129,7 @@ def _top_p(p: float, logits: Doubles, keep: NDArray[np.intp]) -> NDArray[np.intp
     total = weights.sum()
     # A whole vocabulary is dear to sort, and its first few hundred tokens nearly always hold p already.
     for n in (_FIRST_LOOK, len(keep)):
-        order = _greatest(values, n)
+        order = greatest(values, n)
         cumulative = np.cumsum(weights[order])
         if cumulative[-1] >= p * total or n >= len(keep):
             break
@@ -134,28 +137,36 @@ def _top_p(p: float, logits: Doubles, keep: NDArray[np.intp]) -> NDArray[np.intp
     return keep[np.sort(order[:n_kept])]
 
 
-def _greatest(values: Doubles, n: int) -> NDArray[np.intp]:
-    """Indices of the n greatest values, greatest first; equal ones by index."""
-    chosen = _top_k(n, values)
-    return chosen[np.argsort(-values[chosen], kind="stable")]
-
-
 class Sampler:
-    """Draws tokens, with a random generator of its own: one random number for every token that is drawn.
+    """Draws tokens: each with the random number that belongs to the seed and to the token's position in the text.
 
-    Because of that, and because speculation draws exactly one token per row that it keeps, the same seed gives
-    the same text with and without speculation.
+    So the same seed gives the same text with and without speculation, and wherever tokens are drawn: the device draws
+    the very same ones (vkbackend/draw.py).
     """
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
-        self._random = np.random.default_rng(sampling.seed)
+        self._next = 0
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        s = sampling
+        self._words = settings_words(int(seed), s.temperature, s.top_k, s.top_p, s.min_p) if s.temperature else None
 
-    def sample(self, logits: Floats, history: Sequence[int] = ()) -> int:
-        """A token drawn from `distribution(sampling, logits, history)`; greedy sampling draws no number."""
-        p = distribution(self.sampling, logits, history)
-        if self.sampling.temperature == 0:
-            return int(np.argmax(p))
-        cumulative = np.cumsum(p)
-        at = int(np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right"))
-        return min(at, int(np.flatnonzero(p)[-1]))  # rounding must not lead past the last possible token
+    @property
+    def device_words(self) -> Ints | None:
+        """The settings as the device takes them; None where it can not draw (`looks_back`) or the choice is greedy."""
+        return None if self.sampling.looks_back else self._words
+
+    def sample(self, logits: Floats, history: Sequence[int] = (), position: int | None = None) -> int:
+        """A token drawn from `distribution(sampling, logits, history)`, but for float32 rounding of the probabilities.
+
+        position: how many tokens of the text stand before it; default: one more than last time, from 0.
+        """
+        position = self._next if position is None else position
+        self._next = position + 1
+        adjusted = _penalise(self.sampling, np.asarray(logits, np.float64), history)
+        if self._words is None:
+            return _best(adjusted)
+        with np.errstate(over="ignore"):
+            rounded = adjusted.astype(np.float32)
+        token = draw(rounded, self._words, position)
+        return _best(rounded) if token < 0 else token

@@ -6,8 +6,8 @@ Chen et al. 2023) says: accept d with probability min(1, p(d) / q(d)) = p(d), el
 is p without d, scaled to sum to 1.
 
 Drawing x from p and comparing does exactly that with one random number: x equals d with probability p(d), and given
-that it does not, x is distributed as the residual. It also spends random numbers as plain sampling does, one for each
-token, so that a seed gives the same text with speculation as without.
+that it does not, x is distributed as the residual. And as a token's random number belongs to its position (`Sampler`),
+a seed gives the same text with speculation as without.
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ def verify(drafts: Sequence[int], history: Sequence[int], choose: Choose) -> lis
     return out
 
 
-def choose_sampled(logits: NDArray[np.float32], sampler: Sampler) -> Choose:
-    """Tokens drawn by a sampler from logits [n_drafts + 1, n_vocab]."""
-    return lambda row, history: sampler.sample(logits[row], history)
+def choose_sampled(logits: NDArray[np.float32], sampler: Sampler, first: int | None = None) -> Choose:
+    """Tokens drawn by a sampler from logits [n_drafts + 1, n_vocab]; `first`: the position of row 0's token.
+
+    Without it positions are counted by the sampler.
+    """
+    return lambda row, history: sampler.sample(logits[row], history, None if first is None else first + row)
 
 
 def choose_greedy(argmax: NDArray[np.int32]) -> Choose:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import cast
 
 import numpy as np
 import pytest
@@ -102,16 +101,35 @@ def test_draws_follow_the_distribution(seed: int) -> None:
     assert chi2 < 40  # 8 degrees of freedom: passed by chance in all but 3 of a million runs
 
 
-@pytest.mark.parametrize("number", [0.0, np.nextafter(1.0, 0.0)])
-def test_the_last_random_numbers_draw_possible_tokens(number: float) -> None:
-    class Fixed:
-        def random(self) -> float:
-            return number
-
+@pytest.mark.parametrize("number", [0, (1 << 64) - 1])
+def test_the_last_random_numbers_draw_possible_tokens(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vkbackend.draw.random_bits", lambda key, position: number)
     logits = np.array([-np.inf, -np.inf, 1, 2, 0, -np.inf, -np.inf], np.float32)
-    sampler = Sampler(Sampling(1.0))
-    sampler._random = cast(np.random.Generator, Fixed())
-    assert sampler.sample(logits) == (2 if number == 0 else 4)
+    assert Sampler(Sampling(1.0)).sample(logits) == (3 if number == 0 else 4)  # the most and the least probable
+
+
+def test_a_token_belongs_to_its_position(seed: int) -> None:
+    """Whatever was drawn before, and in whatever order."""
+    logits = np.random.default_rng(seed).standard_normal((30, 100)).astype(np.float32)
+    sampler = Sampler(Sampling(1.0, seed=seed))
+    counted = [sampler.sample(row) for row in logits]
+    assert counted == [sampler.sample(row, position=i) for i, row in reversed(list(enumerate(logits)))][::-1]
+    assert [sampler.sample(logits[0], position=i) for i in range(30)] != 30 * [counted[0]]
+
+
+def test_penalised_logits_beyond_float32() -> None:
+    logits = np.array([3e38, 1.0], np.float32)
+    with pytest.raises(VkBackendError, match="returned inf as logit of token 0"):
+        Sampler(Sampling(1.0, repeat_penalty=0.5)).sample(logits, [0])
+
+
+@pytest.mark.parametrize(
+    ("s", "draws"),
+    [(Sampling(1.0), True), (Sampling(), False), (Sampling(1.0, repeat_penalty=1.1), False),
+     (Sampling(1.0, repeat_penalty=1.1, repeat_last_n=0), True)],
+)  # fmt: skip
+def test_what_the_device_can_draw(s: Sampling, draws: bool) -> None:
+    assert (Sampler(s).device_words is not None) == draws
 
 
 def test_same_seed_same_tokens_and_own_generator(seed: int) -> None:
