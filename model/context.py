@@ -159,19 +159,28 @@ class Context:
         return max(FEWEST_ROWS, self._pace.most(self.n_ubatch))
 
     def _measure(self) -> None:
-        """Runs a small batch for its time only: the last of a few runs, as idle cards need some work to wake up.
+        """Runs batches for their time only: a small one, then larger ones as long as the pace allows more.
 
-        An empty sequence does not care what lies in its memory.
+        A small batch alone would not do: on a large card 32 rows take hardly less time than 256. An empty sequence does
+        not care what lies in its memory.
         """
         seq = next((i for i, s in enumerate(self._memory.seqs) if s.n_past == 0), None)
-        if seq is None or self.n_ctx < FEWEST_ROWS:
-            return
-        program = self._program(StepShape(FEWEST_ROWS, 1, kv_bucket(FEWEST_ROWS, self.n_ctx), "none", self.hidden))
-        names = {"tokens": np.zeros(FEWEST_ROWS, np.int32), "step": np.array([[0], [seq]], np.int32)}
+        n_rows, n_before, most = FEWEST_ROWS, 0, min(self.n_ubatch, self.n_ctx)
+        while seq is not None and n_before < n_rows <= most:
+            self._pace.note(n_rows, self._fastest(n_rows, seq))
+            allowed = self._pace.most(self.n_ubatch)
+            n_before, n_rows = n_rows, n_rows if allowed == self.n_ubatch else min(allowed, most)
+
+    def _fastest(self, n_rows: int, seq: int) -> float:
+        """Seconds of the fastest of a few runs: idle cards need some work to wake up."""
+        program = self._program(StepShape(n_rows, 1, kv_bucket(n_rows, self.n_ctx), "none", self.hidden))
+        feeds = {"tokens": np.zeros(n_rows, np.int32), "step": np.array([[0], [seq]], np.int32)}
+        times = []
         for _ in range(MEASURED_RUNS):
             start = perf_counter()
-            program.run(names)
-            self._pace.note(FEWEST_ROWS, perf_counter() - start)
+            program.run(feeds)
+            times.append(perf_counter() - start)
+        return min(times)
 
     def graph(self, shape: StepShape) -> Graph:
         """The graph of a step on this context's memory, for measurements: a run of it changes what sequences hold."""

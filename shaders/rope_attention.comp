@@ -6,13 +6,14 @@
 
 // All of a decode step's attention between its two products. A workgroup takes one row, HEADS query heads of one kv head
 // and one part of the keys:
-//   loads    keys and values of the cache, all under way before anything waits
+//   loads    the first keys and values of the cache, under way before anything waits
 //   rope     RMS norm and RoPE of its queries and of the batch's own keys that it sees, into shared memory. These rows
 //            never come from the cache: the workgroup of a row's last part writes them there in this same dispatch.
 //   scores   CHUNK keys at a time, a key by a team of 8 lanes, for all heads
 //   values   each invocation owns some dims and sums p * v over the keys in order
 //   join     the workgroup that finishes last joins the parts of a row and applies the output gate
-// What is a chunk and a part follows from the row's position alone.
+// What is a chunk and a part follows from the row's position alone. Loops stay loops where they can: a step's kernels take
+// turns, so their code is read in anew each time, and long code takes longer than a wait for memory (docs/performance.md).
 layout(constant_id = 0) const uint HEADS = 1u;
 layout(constant_id = 1) const uint DIM = 128u;       // head size
 layout(constant_id = 2) const uint HALF_ROT = 16u;   // rotated pairs
@@ -44,6 +45,7 @@ const uint DIM4 = DIM / 4u;
 const uint PITCH = DIM4 + 1u;            // quads from vector to vector: neighbours lie in different banks
 const uint QUADS = (DIM4 + LANES - 1u) / LANES;  // of a vector that a lane has; the last one may be none
 const uint OWN = (DIM + 127u) / 128u;    // dims of a result that one invocation owns
+const uint KEYS = 8u;                    // values under way at a time
 #define NEVER -3.0e38  // a score below all others
 
 shared vec4 tile[(HEADS + FRESH) * PITCH];   // queries, then keys of the batch
@@ -59,9 +61,10 @@ uint source(uint i, uint t0) {
                      : push.k_at + (first_row + t0 + i - HEADS) * push.k_row + kv_head * DIM;
 }
 
-uint lane_quad(uint i) { return min(i * LANES + LANE, DIM4 - 1u); }
+// Written so that they fold away where all lanes have as many quads.
+uint lane_quad(uint i) { return DIM4 % LANES == 0u ? i * LANES + LANE : min(i * LANES + LANE, DIM4 - 1u); }
 
-bool has_quad(uint i) { return i * LANES + LANE < DIM4; }
+bool has_quad(uint i) { return DIM4 % LANES == 0u || i * LANES + LANE < DIM4; }
 
 // Norm and RoPE of vectors [from, to) of the tile, at most one a team. Ends with a barrier.
 void rope(uint from, uint to, uint t0) {
@@ -99,6 +102,18 @@ void rope(uint from, uint to, uint t0) {
         tile[base + b / 4u][b % 4u] = fma(x0, cs.y, y1);
     }
     barrier();
+}
+
+void load_keys(uint k_at, uint key_row, uint key, out vec4 k[QUADS]) {
+    [[unroll]] for (uint i = 0u; i < QUADS; ++i) { k[i] = k_cache[(k_at + key * key_row) / 4u + lane_quad(i)]; }
+}
+
+// What this invocation owns of KEYS values; beyond the last key of the cache, that one's again.
+void load_values(uint v_at, uint key_row, uint key, uint last, out float v[KEYS][OWN]) {
+    [[unroll]] for (uint i = 0u; i < KEYS; ++i) {
+        uint from = v_at + min(key + i, last) * key_row;
+        [[unroll]] for (uint j = 0u; j < OWN; ++j) { v[i][j] = v_cache[from + min(gl_LocalInvocationIndex + j * 128u, DIM - 1u)]; }
+    }
 }
 
 // This lane's part of the scores of key number `at` of the chunk.
@@ -187,35 +202,30 @@ void main() {
         uint t_fresh = first_fresh - n_past;   // the row of the first one, if there is any
         // Where there is no key in the cache, what is loaded is not used; it lies in the cache all the same.
         uint last_cached = max(min(first_fresh, key0 + n_keys), key0 + 1u) - 1u;
-        vec4 k[PASSES][QUADS];
-        float v[CHUNK][OWN];
-        [[unroll]] for (uint pass = 0u; pass < PASSES; ++pass) {
-            uint from = (k_at + min(key0 + pass * TEAMS + TEAM, last_cached) * key_row) / 4u;
-            [[unroll]] for (uint i = 0u; i < QUADS; ++i) { k[pass][i] = k_cache[from + lane_quad(i)]; }
-        }
-        [[unroll]] for (uint i = 0u; i < CHUNK; ++i) {
-            uint from = v_at + min(key0 + i, last_cached) * key_row;
-            [[unroll]] for (uint j = 0u; j < OWN; ++j) { v[i][j] = v_cache[from + min(me + j * 128u, DIM - 1u)]; }
-        }
+        vec4 k[QUADS];
+        float v[KEYS][OWN];
+        load_keys(k_at, key_row, min(key0 + TEAM, last_cached), k);
+        load_values(v_at, key_row, key0, last_cached, v);
+        uint n = min(FRESH, n_fresh), done = 0u;
         bool has_query = key0 > part * span;
-        uint n = min(FRESH, n_fresh);
-        if (n > 0u || !has_query) { rope(has_query ? HEADS : 0u, HEADS + n, t_fresh); }
-        [[unroll]] for (uint pass = 0u; pass < PASSES; ++pass) {
-            uint at = pass * TEAMS + TEAM;
-            if (key0 + at < first_fresh) { score(at, k[pass]); }
-        }
-        for (uint done = 0u; done < n_fresh;) {
-            if (TEAM < n) {
-                vec4 own[QUADS];
-                [[unroll]] for (uint i = 0u; i < QUADS; ++i) { own[i] = tile[(HEADS + TEAM) * PITCH + lane_quad(i)]; }
-                score(first_fresh - key0 + done + TEAM, own);
+        for (;;) {
+            if (n > 0u || !has_query) { rope(has_query ? HEADS : 0u, HEADS + n, t_fresh + done); }
+            has_query = true;
+            uint passes = done == 0u ? PASSES + 1u : 1u;  // the last one over the batch's own keys
+            for (uint pass = PASSES + 1u - passes; pass <= PASSES; ++pass) {
+                uint at = pass * TEAMS + TEAM;
+                bool cached = pass < PASSES, wanted = cached ? key0 + at < first_fresh : TEAM < n;
+                if (!cached) {
+                    at = first_fresh - key0 + done + TEAM;
+                    [[unroll]] for (uint i = 0u; i < QUADS; ++i) { k[i] = tile[(HEADS + TEAM % FRESH) * PITCH + lane_quad(i)]; }
+                }
+                if (wanted) { score(at, k); }
+                if (pass + 1u < PASSES) { load_keys(k_at, key_row, min(key0 + at + TEAMS, last_cached), k); }
             }
             done += n;
-            if (done < n_fresh) {
-                n = min(FRESH, n_fresh - done);
-                barrier();  // these keys take the place of the ones before
-                rope(HEADS, HEADS + n, t_fresh + done);
-            }
+            if (done >= n_fresh) { break; }
+            n = min(FRESH, n_fresh - done);
+            barrier();  // these keys take the place of the ones before
         }
         // The row's own key is its last one; one of the groups of its kv head writes it.
         if (key0 + n_keys > position && head0 % heads_per_kv == 0u) {
@@ -223,16 +233,6 @@ void main() {
             for (uint i = me; i < DIM4; i += 128u) { k_cache[(k_at + to) / 4u + i] = tile[from + i]; }
             for (uint d = me; d < DIM; d += 128u) {
                 v_cache[v_at + to + d] = p[fresh_v_at + (row - first_row) * push.v_row + d];
-            }
-        }
-        if (n_fresh > 0u) {
-            [[unroll]] for (uint i = 0u; i < CHUNK; ++i) {
-                uint at = key0 + i;
-                [[unroll]] for (uint j = 0u; j < OWN; ++j) {
-                    uint d = min(me + j * 128u, DIM - 1u);
-                    // Beyond the last key p is 0, while memory may hold NaN.
-                    if (at >= first_fresh) { v[i][j] = at < end ? p[fresh_v_at + (at - n_past) * push.v_row + d] : 0.0; }
-                }
             }
         }
         barrier();
@@ -256,18 +256,34 @@ void main() {
             }
         }
         barrier();
-        [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
-            vec4 sum = vec4(0.0);
-            [[unroll]] for (uint i = 0u; i < CHUNK / 4u; ++i) {
-                vec4 w = weights[h * CHUNK / 4u + i];
-                sum += w;
-                [[unroll]] for (uint j = 0u; j < OWN; ++j) {
-                    acc[h][j] = fma(w.x, v[4u * i][j], acc[h][j]);
-                    acc[h][j] = fma(w.y, v[4u * i + 1u][j], acc[h][j]);
-                    acc[h][j] = fma(w.z, v[4u * i + 2u][j], acc[h][j]);
-                    acc[h][j] = fma(w.w, v[4u * i + 3u][j], acc[h][j]);
+        // The cache's values, KEYS at a time with the next ones under way; then the batch's own.
+        uint n_cached = min(n_keys, first_fresh - key0);
+        for (uint n0 = 0u; n0 < n_cached; n0 += KEYS) {
+            float now[KEYS][OWN];
+            [[unroll]] for (uint i = 0u; i < KEYS; ++i) {
+                [[unroll]] for (uint j = 0u; j < OWN; ++j) { now[i][j] = v[i][j]; }
+            }
+            load_values(v_at, key_row, key0 + n0 + KEYS, last_cached, v);
+            [[unroll]] for (uint i = 0u; i < KEYS; ++i) {
+                [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
+                    uint at = h * CHUNK + n0 + i;
+                    float w = n0 + i < n_cached ? weights[at / 4u][at % 4u] : 0.0;
+                    [[unroll]] for (uint j = 0u; j < OWN; ++j) { acc[h][j] = fma(w, now[i][j], acc[h][j]); }
                 }
             }
+        }
+        for (uint i = n_cached; i < n_keys; ++i) {
+            uint from = fresh_v_at + (key0 + i - n_past) * push.v_row;
+            [[unroll]] for (uint j = 0u; j < OWN; ++j) {
+                float own = p[from + min(me + j * 128u, DIM - 1u)];
+                [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
+                    acc[h][j] = fma(weights[(h * CHUNK + i) / 4u][i % 4u], own, acc[h][j]);
+                }
+            }
+        }
+        [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
+            vec4 sum = weights[h * CHUNK / 4u];
+            [[unroll]] for (uint i = 1u; i < CHUNK / 4u; ++i) { sum += weights[h * CHUNK / 4u + i]; }
             total[h] = fma(total[h], factor[h], (sum.x + sum.y) + (sum.z + sum.w));
         }
     }

@@ -225,18 +225,43 @@ def slow(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-@pytest.mark.parametrize(("per_row", "most"), [(1e-4, 256), (0.004, 64), (0.2, 32)])
-def test_prompts_are_cut_to_what_a_slow_gpu_does_in_time(slow: Any, per_row: float, most: int) -> None:
+@pytest.mark.parametrize(
+    ("per_row", "most", "measured"), [(1e-4, 256, [32]), (0.004, 64, [32, 64]), (0.2, 32, [32])]
+)
+def test_prompts_are_cut_to_what_a_slow_gpu_does_in_time(
+    slow: Any, per_row: float, most: int, measured: list[int]
+) -> None:
     model, rows = slow(per_row)
     prompt = [int(t) for t in np.random.default_rng(0).integers(0, 64, 256)]
     first = model.context(n_ctx=512).decode(prompt).logits
-    # A small batch for its time, a few times as idle cards wake up slowly, then the prompt.
-    assert rows[:MEASURED_RUNS] == [32] * MEASURED_RUNS and sum(rows[MEASURED_RUNS:]) == 256
-    assert max(rows[MEASURED_RUNS:]) == most
+    # Batches for their time, a few times each as idle cards wake up slowly, then the prompt.
+    runs = [n for n in measured for _ in range(MEASURED_RUNS)]
+    assert rows[: len(runs)] == runs and sum(rows[len(runs) :]) == 256
+    assert max(rows[len(runs) :]) == most
     rows.clear()
     again = model.context(n_ctx=512).decode(prompt).logits  # the pace is the model's: measured once, cut alike
     assert sum(rows) == 256 and max(rows) == most
     np.testing.assert_array_equal(first, again)
+
+
+def test_a_batch_that_is_slow_for_its_size_does_not_cut_prompts(slow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = slow(0.001)
+    tick = context_module.perf_counter
+
+    def at_least(n: int) -> None:  # 32 rows take as long as 128 would
+        tick.now += max(0, 128 - n) * 0.001  # type: ignore[attr-defined]
+
+    run = model.device.compile
+
+    def compile_graph(graph: Any, *args: Any) -> Any:
+        program = run(graph, *args)
+        inner, n = program.run, graph.inputs["tokens"].shape[0]
+        program.run = lambda feeds: (at_least(n), inner(feeds))[1]
+        return program
+
+    monkeypatch.setattr(model.device, "compile", compile_graph)
+    model.context(n_ctx=512).decode([1] * 256)
+    assert rows == [*[32] * MEASURED_RUNS, *[64] * MEASURED_RUNS, *[128] * MEASURED_RUNS, 256]
 
 
 def test_short_prompts_and_cpus_are_not_measured(slow: Any) -> None:

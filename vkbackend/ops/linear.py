@@ -37,7 +37,7 @@ from vkbackend.packing import plane_starts
 MAX_ROWS = 16  # of x, for the batch-invariant kernel
 ROWS_LANES = 128  # invocations in a workgroup of linear_rows
 LANES, TEAMS = 8, ROWS_LANES // 8  # of these (include/lanes.glsl)
-ENOUGH_TEAMS = 24576  # below this many teams, several share a row so that the device is filled
+ENOUGH_TEAMS = 49152  # below this many teams, several share a row so that the device is filled
 LARGE, MEDIUM = 32768, 4096  # weight rows; these three from a sweep on an H200, see docs/performance.md
 FORMATS = (
     "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1",
