@@ -51,6 +51,9 @@ def test_growth_and_wrong_texts_are_told(soak: Any) -> None:
         assert problem.startswith(f"{name} grew")
     assert "RSS grew" in soak.Report([first, replace(end, rss=109 << 20)]).problems()[0]
     assert soak.Report([first, replace(end, rss=109 << 20, programs=21)]).problems() == []  # a late recording
+    late = replace(end, files=6, objects=94, programs=21)
+    assert soak.Report([first, late]).problems() == []
+    assert soak.Report([first, replace(late, files=7)]).problems()[0].startswith("files grew")
     assert soak.Report([first, end], wrong=["text 7 differs"]).problems() == ["text 7 differs"]
 
 
