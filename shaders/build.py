@@ -22,7 +22,7 @@ def build(folder: Path = SHIPPED_DIR) -> tuple[int, int]:
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.spv"):
         if old.name not in wanted:
-            old.unlink()
+            old.unlink(missing_ok=True)  # two builds at a time
     missing = [(name, *spec) for name, spec in wanted.items() if not (folder / name).is_file()]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         list(pool.map(lambda m: compile_to(m[1], m[2], folder / m[0]), missing))

@@ -292,8 +292,9 @@ class TextStream:
         for token in chosen:
             if token < 0:
                 raise VkBackendError(
-                    f"the model returned logits of which no token {len(self._history)} can be drawn: its output is not "
-                    "usable"
+                    f"the model returned NaN among the logits for position {len(self._history)}, or no finite greatest "
+                    "one: its output is not usable; the file may be damaged, or the driver at fault (see: vkbackend "
+                    "test-ops)"
                 )
             if token in self._eos:
                 self.stop_reason = "eos"

@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vkbackend.draw import Ints, draw, greatest, settings_words, top_k
+from vkbackend.draw import FIRST_LOOK, Ints, draw, greatest, settings_words, top_k
 from vkbackend.errors import ContextError, VkBackendError
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
-
-_FIRST_LOOK = 2048  # candidates that top-p sorts before it falls back to sorting everything
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,10 @@ def _best(logits: NDArray[Any]) -> int:
     """The greatest logit's token. Raises `VkBackendError` when that is not a number, or any logit NaN."""
     best = int(np.argmax(logits))  # NaN comes first, so it is found here
     if not np.isfinite(logits[best]):
-        raise VkBackendError(f"the model returned {logits[best]} as logit of token {best}: its output is not usable")
+        raise VkBackendError(
+            f"the model returned {logits[best]} as logit of token {best}, a finite number is needed: its output is not "
+            "usable; the file may be damaged, or the driver at fault (see: vkbackend test-ops)"
+        )
     return best
 
 
@@ -128,7 +129,7 @@ def _top_p(p: float, logits: Doubles, keep: NDArray[np.intp]) -> NDArray[np.intp
     weights = np.exp(values - values.max())
     total = weights.sum()
     # A whole vocabulary is dear to sort, and its first few hundred tokens nearly always hold p already.
-    for n in (_FIRST_LOOK, len(keep)):
+    for n in (FIRST_LOOK, len(keep)):
         order = greatest(values, n)
         cumulative = np.cumsum(weights[order])
         if cumulative[-1] >= p * total or n >= len(keep):

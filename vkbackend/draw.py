@@ -38,7 +38,7 @@ _POWERS = np.array(
     [-0.69314706, 0.2402243, -0.05549051, 0.0095787225, -0.0012743612, 0.000108899236],
     np.float32,
 )
-_FIRST_LOOK = 2048  # tokens that are sorted first: a whole vocabulary is dear to sort, and rarely needed
+FIRST_LOOK = 2048  # tokens that are sorted first: a whole vocabulary is dear to sort, and rarely needed
 
 
 def settings_words(seed: int, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Ints:
@@ -67,7 +67,7 @@ def draw(logits: Floats, words: Ints, position: int) -> int:
     settings = words.view(np.uint32)
     with np.errstate(over="ignore"):  # a distance beyond float32 is infinite
         away = best - logits
-    for n in (_FIRST_LOOK, len(logits)):
+    for n in (FIRST_LOOK, len(logits)):
         token = _draw_among(greatest(logits, n), away, settings, position)
         if token >= 0:
             break

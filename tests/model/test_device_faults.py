@@ -246,20 +246,21 @@ def test_prompts_are_cut_to_what_a_slow_gpu_does_in_time(
 
 def test_a_batch_that_is_slow_for_its_size_does_not_cut_prompts(slow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, rows = slow(0.001)
-    tick = context_module.perf_counter
+    clock: Any = context_module.perf_counter
+    compile_graph = model.device.compile
 
-    def at_least(n: int) -> None:  # 32 rows take as long as 128 would
-        tick.now += max(0, 128 - n) * 0.001  # type: ignore[attr-defined]
+    def slow_when_small(graph: Any, *args: Any) -> Any:  # 32 rows take as long as 128 would
+        program = compile_graph(graph, *args)
+        run, n_rows = program.run, graph.inputs["tokens"].shape[0]
 
-    run = model.device.compile
+        def timed(feeds: Any) -> Any:
+            clock.now += max(0, 128 - n_rows) * 0.001
+            return run(feeds)
 
-    def compile_graph(graph: Any, *args: Any) -> Any:
-        program = run(graph, *args)
-        inner, n = program.run, graph.inputs["tokens"].shape[0]
-        program.run = lambda feeds: (at_least(n), inner(feeds))[1]
+        program.run = timed
         return program
 
-    monkeypatch.setattr(model.device, "compile", compile_graph)
+    monkeypatch.setattr(model.device, "compile", slow_when_small)
     model.context(n_ctx=512).decode([1] * 256)
     assert rows == [*[32] * MEASURED_RUNS, *[64] * MEASURED_RUNS, *[128] * MEASURED_RUNS, 256]
 

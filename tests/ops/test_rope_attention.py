@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from vkbackend.device.base import Device, Limits, Program
 from vkbackend.device.kompute import KomputeDevice
 from vkbackend.device.numpy import NumpyDevice
+from vkbackend.device.shared_memory import shared_bytes
 from vkbackend.device.vulkan import VulkanDevice
 from vkbackend.errors import VkBackendError
 from vkbackend.graph import Graph, Tensor, bound
 from vkbackend.ops.case import nmse
-from vkbackend.ops.rope_attention import MAX_PARTS, MAX_TOKENS, OP, rope_attention
+from vkbackend.ops.rope_attention import CHUNK, KERNEL, MAX_PARTS, MAX_TOKENS, OP, rope_attention, shared_need
 from vkbackend.ops.rope_kv_write import rope_table
 
 Floats = NDArray[np.float32]
@@ -155,7 +156,7 @@ def test_the_same_bits_in_every_run_and_variant(
 
 def test_long_contexts_do_not_need_more_parts(kompute: KomputeDevice, rng: np.random.Generator) -> None:
     """Positions around 64 parts: parts of two chunks give the right values and the same bits in any batch."""
-    sizes, n_ctx, start = Sizes(2, 1, 8, 4), 8300, 128 * MAX_PARTS - 6
+    sizes, n_ctx, start = Sizes(2, 1, 8, 4), 8300, CHUNK * MAX_PARTS - 6
     text = _text(rng, sizes, n_ctx)
     layers = [_layer(d, sizes, 1, n_ctx) for d in (kompute, kompute, NumpyDevice(np.float64))]
     past = rng.standard_normal((2, start * sizes.widths[1])).astype(np.float32)
@@ -205,6 +206,20 @@ def test_memory_for_partial_results_is_bounded() -> None:
     lowered: Any = OP.lower(_built(Sizes(8, 2, 256, 64), 16, 262_144, 262_144).nodes[0], Limits())
     assert [len(stage) for stage in lowered] == [1]
     assert lowered[0][0].binds[6].tensor.shape == (16, 8, MAX_PARTS, 258)
+
+
+@pytest.mark.parametrize("subgroup", [True, False])
+@pytest.mark.parametrize("head_dim", [4, 100, 256])
+def test_workgroups_need_no_more_memory_than_is_reckoned_with(head_dim: int, subgroup: bool) -> None:
+    for heads in range(1, 5):
+        assert shared_bytes(KERNEL, subgroup, (heads, head_dim, 2)) <= shared_need(heads, head_dim)
+
+
+def test_devices_with_little_workgroup_memory_take_fewer_heads() -> None:
+    graph = _built(Sizes(8, 2, 256, 64), 16, 4096, 4096)
+    for n_bytes, heads in ((49152, 4), (16384, 2)):
+        lowered: Any = OP.lower(graph.nodes[0], Limits(max_shared_bytes=n_bytes))
+        assert lowered[0][0].spec[0] == heads and shared_need(heads, 256) <= n_bytes
 
 
 def test_prompts_go_through_the_two_ops() -> None:

@@ -102,7 +102,7 @@ def _lower(node: Node, limits: Limits) -> Lowering:
     check(start % 4 == 0, "rope_attention", wanted)
     n_parts = min(MAX_PARTS, -(-node.attrs.kv_bound // CHUNK))
     most = 4 if n_rows * n_parts > 64 else 2  # few workgroups: rather more of them than fewer loads
-    fits = [h for h in range(1, most + 1) if h == 1 or _shared_bytes(h, head_dim) <= limits.max_shared_bytes]
+    fits = [h for h in range(1, most + 1) if h == 1 or shared_need(h, head_dim) <= limits.max_shared_bytes]
     heads = max(h for h in fits if (n_head // n_kv) % h == 0)
     partials = scratch("attention partials", (n_rows, n_head, n_parts, head_dim + 2))
     done = counters("attention parts done", n_rows * (n_head // heads))
@@ -122,8 +122,8 @@ def _lower(node: Node, limits: Limits) -> Lowering:
     return [[Dispatch(KERNEL, binds, push, groups, (heads, head_dim, table.shape[0]), also)]]
 
 
-def _shared_bytes(heads: int, head_dim: int) -> int:
-    """Of a workgroup: queries and keys, the lanes' scores, scores and weights, and what lanes.glsl has."""
+def shared_need(heads: int, head_dim: int) -> int:
+    """Bytes of workgroup memory, at most: queries and keys, lanes' scores, scores and weights, what lanes.glsl has."""
     return (heads + 8) * (head_dim // 4 + 1) * 16 + heads * CHUNK * (8 + 2) * 4 + 1024
 
 
@@ -180,6 +180,8 @@ def _cases() -> list[Case]:
         case(2, [40], (1, 1), 4, 4, 50),
         case(5, [8190], (2, 1), 8, 4, 8300),
         case(1, [20_000], (2, 2), 16, 16, 20_100),
+        case(16, [CHUNK * MAX_PARTS - 9], (4, 2), 64, 16, CHUNK * MAX_PARTS + 20),  # parts of one chunk and of two
+        case(3, [CHUNK - 1, CHUNK, 0], (4, 2), 64, 16, 3 * CHUNK),
         case(20, [30], (4, 2), 64, 16, 60),
     ]
 
