@@ -10,7 +10,7 @@ from vkbackend.device.vulkan import VulkanDevice
 
 
 @pytest.fixture(params=["unified", "staged"])
-def device(request: pytest.FixtureRequest) -> Iterator[VulkanDevice]:
+def direct(request: pytest.FixtureRequest) -> Iterator[VulkanDevice]:
     opened = VulkanDevice(0, unified=None if request.param == "unified" else False)
     yield opened
     opened.close()

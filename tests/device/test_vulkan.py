@@ -26,6 +26,11 @@ from vkbackend.ops.rms_norm import rms_norm
 pytestmark = pytest.mark.usefixtures("needs_vulkan")
 
 
+@pytest.fixture
+def device(direct: VulkanDevice) -> VulkanDevice:
+    return direct
+
+
 # ---- results
 
 

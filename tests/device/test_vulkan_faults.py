@@ -20,6 +20,11 @@ from vkbackend.errors import DeviceError
 
 pytestmark = pytest.mark.usefixtures("needs_vulkan")
 
+
+@pytest.fixture
+def device(direct: VulkanDevice) -> VulkanDevice:
+    return direct
+
 # ---- errors
 
 
