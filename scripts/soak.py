@@ -129,6 +129,7 @@ class Soak:
         for session in [fresh, *(s for sessions in self.sessions for s in sessions)]:
             for sampling in (None, vkb.Sampling(temperature=1.0, seed=1)):
                 session.stream(longest, 8, sampling, ignore_eos=True).result()
+        self.all_texts()  # the longest as well, or the end would need larger regions than what came before
         self.programs = 0
 
     def one_text(self, length: int) -> None:
@@ -154,14 +155,14 @@ class Soak:
         if kind != "sampled":
             self._compare(model, prompt, stream.tokens, f"{kind} text {self.generations}")
 
-    def last_texts(self) -> None:
-        """The first texts once more, through every kept session."""
+    def all_texts(self) -> None:
+        """The first texts once more, whole, through every kept session."""
         for model, sessions in enumerate(self.sessions):
             for i, prompt in enumerate(self.prompts):
                 for session in sessions:
                     n = len(self.expected[model][i])
                     self._compare(
-                        model, i, session.stream(prompt, n, ignore_eos=True).result().tokens, f"last text of prompt {i}"
+                        model, i, session.stream(prompt, n, ignore_eos=True).result().tokens, f"whole text of prompt {i}"
                     )
 
     def _compare(self, model: int, prompt: int, got: list[int], name: str) -> None:
@@ -215,7 +216,7 @@ def soak(
             print(run.note().line(), flush=True)
             next_line += 1
         run.one_text(length)
-    run.last_texts()
+    run.all_texts()
     print(run.note().line(), flush=True)
     run.device.close()
     return run.report

@@ -61,6 +61,6 @@ def test_a_wrong_token_is_found(soak: Any, tmp_path: Path) -> None:
     run = soak.Soak("numpy", tmp_path, 3)
     run.first_texts(6)
     run.expected[1][2][3] = 63 - run.expected[1][2][3]
-    run.last_texts()
+    run.all_texts()
     assert len(run.report.wrong) == 2  # through the plain and the speculative session
     assert all("model random, prompt 2: token 3 is" in line for line in run.report.wrong)
