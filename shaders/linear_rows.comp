@@ -3,11 +3,20 @@
 #include "common.glsl"
 #include "lanes.glsl"
 
-// Product of a weight matrix with 1..16 rows of x (include/rows.glsl): the batch-invariant kernel of decoding.
+// Product of a weight matrix with 1..16 rows of x. SPLIT teams share N_R weight rows: a lane takes every
+// (8 * SPLIT)-th chunk of 16 columns, for all TOKENS rows of x; lanes are summed by team_add, teams in their order. That
+// order is the same whatever TOKENS and N_R are, which is what makes decoding independent of the batch. linear_chain.comp gives
+// the same bits; the two share no code because this kernel was 12 % slower with 4 rows when they did (docs/performance.md).
+//
+// With NORM the norm costs no pass of its own: y = (W (x * norm)) / sqrt(mean(x^2) + eps), and the squares are summed
+// beside the products. With GROUPS groups of columns of x are scaled likewise, their sums of squares being given.
 layout(constant_id = 0) const uint TOKENS = 1u;
 layout(constant_id = 1) const uint N_R = 1u;
 layout(constant_id = 2) const uint SPLIT = 1u;
 layout(constant_id = 3) const uint AHEAD = 1u;  // chunks whose loads are under way at a time
+
+// The teams of a warp take the same columns of different weight rows, so that they read the same x.
+#define SLOTS (TEAMS / SPLIT)
 
 layout(local_size_x = LOCAL_SIZE) in;
 layout(binding = 0) readonly buffer Weights { uint w_words[]; };
@@ -21,9 +30,9 @@ layout(binding = 3) readonly buffer Squares { float group_squares[]; };
 #endif
 #ifdef RESIDUAL
 #if defined(NORM) || defined(GROUPS)
-layout(binding = 4) readonly buffer Residual { float residuals[]; };
+layout(binding = 4) readonly buffer Residual { float residual[]; };
 #else
-layout(binding = 3) readonly buffer Residual { float residuals[]; };
+layout(binding = 3) readonly buffer Residual { float residual[]; };
 #endif
 #endif
 layout(push_constant) uniform Push {
@@ -32,53 +41,43 @@ layout(push_constant) uniform Push {
     uint norm_at; float eps; uint residual_at; uint residual_row; uint group_size; uint group_parts;
 } push;
 
-void put_y(uint i, float value) { y[i] = value; }
-
-#ifdef NORM
-#define HAS_NORM(p) true
-vec4 norm_quad(uint i) { return norm_quads[i]; }
-#else
-#define HAS_NORM(p) false
-vec4 norm_quad(uint i) { return vec4(1.0); }
-#endif
-#ifdef GROUPS
-#define HAS_GROUPS(p) true
-float square(uint i) { return group_squares[i]; }
-#else
-#define HAS_GROUPS(p) false
-float square(uint i) { return 0.0; }
-#endif
-#ifdef RESIDUAL
-#define HAS_RESIDUAL(p) true
-float residual(uint i) { return residuals[i]; }
-#else
-#define HAS_RESIDUAL(p) false
-float residual(uint i) { return 0.0; }
-#endif
-#ifdef SWIGLU
-#define HAS_SWIGLU(p) true
-#else
-#define HAS_SWIGLU(p) false
-#endif
-#define GROUP_SCALE(p, t, column) group_scale(p, t, column)
-#define ADD_CHUNK add_chunk
-#define CHUNK Chunk
-#define UNPACK unpack
-
-#include "rows.glsl"
-
-vec4 x_quad(Product p, uint t, uint i) { return x_quads[(p.x_at + t * p.x_row) / 4u + i]; }
-
 #include "weights.glsl"
-#include "rows_sums.glsl"
+
+shared float team_sums[TEAMS * N_R * TOKENS];
+shared float team_squares[TEAMS * TOKENS];
+
+#ifdef GROUPS
+float group_scale(uint t, uint column) {
+    uint n_groups = push.n_in / push.group_size;
+    uint at = push.norm_at + (t * n_groups + column / push.group_size) * push.group_parts;
+    float sum = 0.0;
+    for (uint i = 0u; i < push.group_parts; ++i) { sum += group_squares[at + i]; }
+    precise float mean = sum / float(push.group_size) + push.eps;
+    return inversesqrt(mean);
+}
+#endif
+
+// The value of weight row `row` of this workgroup's rows, for row t of x, before the epilogue.
+float joined(uint row, uint t) {
+    uint slot = row / N_R, r = row % N_R;
+    float sum = 0.0, squares = 0.0;
+    [[unroll]] for (uint i = 0u; i < SPLIT; ++i) {
+        sum += team_sums[((slot + i * SLOTS) * N_R + r) * TOKENS + t];
+        squares += team_squares[(slot + i * SLOTS) * TOKENS + t];
+    }
+#ifdef NORM
+    precise float mean = squares / float(push.n_in) + push.eps;
+    sum *= inversesqrt(mean);
+#endif
+    return sum;
+}
 
 void main() {
-    Product p = Product(
-        uvec3(push.plane_0, push.plane_1, push.plane_2), push.n_in, push.n_out, SPLIT, push.x_at, push.x_row, push.y_at, push.y_row,
-        push.norm_at, push.eps, push.residual_at, push.residual_row, push.group_size, push.group_parts, 0u);
-    uint base = WORKGROUP_INDEX * rows_of_group(p);
+    uvec3 planes = uvec3(push.plane_0, push.plane_1, push.plane_2);
+    const uint rows = SLOTS * N_R;  // of this workgroup
+    uint base = WORKGROUP_INDEX * rows;
     if (base >= push.n_out) { return; }
-    uint first = base + TEAM % slots(p) * N_R;
+    uint first = base + TEAM % SLOTS * N_R;
     float sums[N_R][TOKENS];
     float squares[TOKENS];
     [[unroll]] for (uint t = 0u; t < TOKENS; ++t) {
@@ -87,19 +86,95 @@ void main() {
     }
     const uint stride = LANES * SPLIT;
     uint n_chunks = push.n_in / 16u;
-    for (uint chunk = TEAM / slots(p) * LANES + LANE; chunk < n_chunks; chunk += stride * AHEAD) {
+    for (uint chunk = TEAM / SLOTS * LANES + LANE; chunk < n_chunks; chunk += stride * AHEAD) {
         Chunk w[AHEAD][N_R];
         [[unroll]] for (uint a = 0u; a < AHEAD; ++a) {
             [[unroll]] for (uint r = 0u; r < N_R; ++r) {
                 // Past the end of a row or of the matrix something is loaded again and not used.
-                w[a][r] = load_chunk(p.planes, push.n_in, min(first + r, push.n_out - 1u), min(chunk + a * stride, n_chunks - 1u));
+                w[a][r] = load_chunk(planes, push.n_in, min(first + r, push.n_out - 1u), min(chunk + a * stride, n_chunks - 1u));
             }
         }
         [[unroll]] for (uint a = 0u; a < AHEAD; ++a) {
-            if (chunk + a * stride < n_chunks) { add_chunk(p, w[a], chunk + a * stride, sums, squares); }
+            uint c = chunk + a * stride;
+            if (c < n_chunks) {
+                float part[N_R][TOKENS];
+                float x_sum[TOKENS];
+                [[unroll]] for (uint i = 0u; i < 4u; ++i) {
+                    vec4 q[N_R];
+                    [[unroll]] for (uint r = 0u; r < N_R; ++r) { q[r] = unpack(w[a][r], i); }
+#ifdef NORM
+                    vec4 norm = norm_quads[push.norm_at / 4u + c * 4u + i];
+#else
+                    const vec4 norm = vec4(1.0);
+#endif
+                    [[unroll]] for (uint t = 0u; t < TOKENS; ++t) {
+                        vec4 v = x_quads[(push.x_at + t * push.x_row) / 4u + c * 4u + i];
+#ifdef HAS_OFFSET
+                        // Not the sum of x * norm: that may be contracted by a compiler, here and not in linear_chain.
+                        x_sum[t] = fma(v.x, norm.x, fma(v.y, norm.y, fma(v.z, norm.z, fma(v.w, norm.w, i == 0u ? 0.0 : x_sum[t]))));
+#endif
+#ifdef NORM
+                        squares[t] = fma(v.x, v.x, fma(v.y, v.y, fma(v.z, v.z, fma(v.w, v.w, squares[t]))));
+                        v *= norm;
+#endif
+                        [[unroll]] for (uint r = 0u; r < N_R; ++r) {
+                            float before = i == 0u ? 0.0 : part[r][t];
+                            part[r][t] = fma(q[r].x, v.x, fma(q[r].y, v.y, fma(q[r].z, v.z, fma(q[r].w, v.w, before))));
+                        }
+                    }
+                }
+                [[unroll]] for (uint t = 0u; t < TOKENS; ++t) {
+#ifdef GROUPS
+                    float scale = group_scale(t, c * 16u);
+#endif
+                    [[unroll]] for (uint r = 0u; r < N_R; ++r) {
+#ifdef GROUPS
+                        precise float factor = w[a][r].factor * scale;
+#else
+                        float factor = w[a][r].factor;
+#endif
+#ifdef HAS_OFFSET
+                        // Never a sum of two products: which of the two a compiler contracts is its choice.
+#ifdef GROUPS
+                        precise float offset = w[a][r].offset * scale;
+#else
+                        float offset = w[a][r].offset;
+#endif
+                        sums[r][t] = fma(-offset, x_sum[t], sums[r][t]);
+#endif
+                        sums[r][t] = fma(part[r][t], factor, sums[r][t]);
+                    }
+                }
+            }
         }
     }
-    keep_sums(p, sums, squares);
+    [[unroll]] for (uint t = 0u; t < TOKENS; ++t) {
+#ifdef NORM
+        float square = team_add(squares[t]);
+        if (LANE == 0u) { team_squares[TEAM * TOKENS + t] = square; }
+#endif
+        [[unroll]] for (uint r = 0u; r < N_R; ++r) {
+            float value = team_add(sums[r][t]);
+            if (LANE == 0u) { team_sums[(TEAM * N_R + r) * TOKENS + t] = value; }
+        }
+    }
     barrier();
-    put_rows(p, base);
+#ifdef SWIGLU
+    for (uint i = gl_LocalInvocationIndex; i < rows / 2u * TOKENS; i += LOCAL_SIZE) {
+        uint pair = i % (rows / 2u), t = i / (rows / 2u);
+        float gate = joined(2u * pair, t), up = joined(2u * pair + 1u, t);
+        if (base + 2u * pair < push.n_out) { y[push.y_at + t * push.y_row + base / 2u + pair] = gate / (1.0 + exp(-gate)) * up; }
+    }
+#else
+    for (uint i = gl_LocalInvocationIndex; i < rows * TOKENS; i += LOCAL_SIZE) {
+        uint row = i % rows, t = i / rows;
+        precise float value = joined(row, t);  // scaling and adding are never contracted to a fma
+        if (base + row < push.n_out) {
+#ifdef RESIDUAL
+            value += residual[push.residual_at + t * push.residual_row + base + row];
+#endif
+            y[push.y_at + t * push.y_row + base + row] = value;
+        }
+    }
+#endif
 }
