@@ -22,7 +22,7 @@ layout(binding = 2) readonly buffer Norms { vec4 norm_quads[]; };
 layout(binding = 3) coherent buffer Counters { uint counters[]; };
 layout(binding = 3) readonly buffer Table { uint entries[]; };
 layout(binding = 4) buffer Status { uint status[]; };
-layout(push_constant) uniform Push { uint table_at; uint n_products; uint counter_at; uint status_at; } push;
+layout(push_constant) uniform Push { uint table_at; uint n_products; uint counter_at; uint status_at; uint run_at; } push;
 
 const uint N_R = 4u;     // weight rows that a team takes at a time
 const uint ENTRY = 18u;  // words of a product in the table
@@ -180,5 +180,5 @@ void main() {
         w = w_next;
         at = next;
     }
-    if (WORKGROUP_INDEX == 0u && gl_LocalInvocationIndex == 0u) { status[push.status_at] = right ? 1u : 0u; }
+    if (WORKGROUP_INDEX == 0u && gl_LocalInvocationIndex == 0u) { status[push.status_at] = right ? entries[push.run_at] : 0u; }
 }

@@ -7,7 +7,6 @@
 3. Temporaries are packed into one arena: two storages may share words when the level ranges in which they live
    do not meet. As lifetimes are counted in levels, sharing can not create a new hazard. Counters lie behind the
    inputs, packed in the same way: programs zero them together with writing the inputs.
-
 4. Where the device allows it, levels of products that follow each other become one dispatch (`chains.py`).
 
 The result is plain data (`Plan`); devices turn it into their own commands.
@@ -18,10 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from vkbackend.chains import chain_launch, chain_words, find_chains
-from vkbackend.device.base import Limits, Words
+from vkbackend.chains import PlacedChains, find_chains, place_chains
+from vkbackend.device.base import Limits
 from vkbackend.errors import VkBackendError
 from vkbackend.graph import Graph, Role, Storage, Tensor
 from vkbackend.launch import ARENA, INPUTS, OUTPUTS, Launch, Place
@@ -33,19 +30,15 @@ ALIGN = 64  # words: 256 bytes, the largest alignment any device asks of a stora
 @dataclass(frozen=True)
 class Plan:
     """Levels of launches (a barrier between two levels), the sizes of the program's own regions in words, the
-    word offset of every input and output in its region, the words of the inputs that are counters. For chains: words
-    that are written into the inputs from `chain_at` on before every run, and the words of the outputs with their
-    status."""
+    word offset of every input and output in its region, the words of the inputs that are counters, and the chains among
+    the launches."""
 
     levels: list[list[Launch]]
     n_words: dict[str, int]
     inputs: dict[str, tuple[int, Tensor]]
     outputs: dict[str, tuple[int, Tensor]]
     counters: range
-    chains: list[Launch]
-    chain_at: int
-    chain_words: Words
-    chain_status: range
+    chains: PlacedChains
 
 
 @dataclass
@@ -87,28 +80,18 @@ def plan(graph: Graph, limits: Limits) -> Plan:
     by_level: list[list[_Item]] = [[] for _ in range(n_levels)]
     for item in items:
         by_level[item.level].append(item)
-    chains = (
-        find_chains([[i.dispatch for i in level] for level in by_level], place.of) if limits.resident_groups else []
-    )
-    words, tables = chain_words(chains, place.of)
-    chain_at, status_at = place.reserve(INPUTS, len(words)), place.reserve(OUTPUTS, len(chains))
-    launches = [
-        chain_launch(chain, limits.resident_groups, chain_at + table, chain_at + i, status_at + i)
-        for i, (chain, table) in enumerate(zip(chains, tables, strict=True))
-    ]
+    chains = find_chains([[i.dispatch for i in level] for level in by_level], place.of)
+    placed = place_chains(chains, place.of, limits.resident_groups, place.reserve)
     levels = [[_launch(item, place) for item in level] for level in by_level]
-    for chain, launch in reversed([*zip(chains, launches, strict=True)]):
-        levels[chain.start : chain.stop] = [[launch]]
+    for chain, launch in reversed([*zip(chains, placed.launches, strict=True)]):
+        levels[chain.start : chain.start + len(chain.levels)] = [[launch]]
     return Plan(
         levels=levels,
         n_words=place.n_words,
         inputs={name: (place.of(t)[1], t) for name, t in graph.inputs.items()},
         outputs={name: (place.of(t)[1], t) for name, t in graph.outputs.items()},
         counters=place.counters,
-        chains=launches,
-        chain_at=chain_at,
-        chain_words=np.array(words, np.uint32),
-        chain_status=range(status_at, status_at + len(chains)),
+        chains=placed,
     )
 
 

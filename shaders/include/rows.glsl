@@ -1,4 +1,5 @@
-// Products of weight matrices with 1..16 rows of x: what does not depend on the format of the weights (see rows_sums.glsl).
+// Products of weight matrices with a few rows of x inside a chain: what does not depend on the format of the weights (see
+// rows_sums.glsl). The arithmetic is that of linear_rows.comp, to the bit: who changes one changes both.
 //
 // `split` teams share N_R weight rows: a lane takes every (8 * split)-th chunk of 16 columns, for all TOKENS rows of x; lanes
 // are summed by team_add, teams in their order. That order is the same whatever TOKENS and N_R are, which is what makes

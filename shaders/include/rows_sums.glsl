@@ -1,6 +1,5 @@
 // The part of rows.glsl that depends on the format of the weights: one chunk of N_R weight rows with TOKENS rows of x.
-// Included once for each format of a kernel; ADD_CHUNK names the function, CHUNK and
-// UNPACK what weights.glsl has for the format.
+// Included once for each format of a kernel; ADD_CHUNK names the function, CHUNK and UNPACK what weights.glsl has for the format.
 
 void ADD_CHUNK(Product p, CHUNK w[N_R], uint chunk, inout float sums[N_R][TOKENS], inout float squares[TOKENS]) {
     float part[N_R][TOKENS];

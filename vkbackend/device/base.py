@@ -61,7 +61,8 @@ class Limits:
     """What one device allows. Sizes in bytes; `subgroup_shuffle`: kernels use their subgroup variant.
 
     `resident_groups`: workgroups of any size that surely run side by side, one for each multiprocessor; 0: unknown.
-    `chain_bytes`: products of weights up to this size run faster in a chain than in levels of their own (chains.py).
+    `chain_bytes`: products of weights up to this size run faster in a chain than in levels of their own (chains.py);
+    0: none do.
     """
 
     max_push_bytes: int = 128

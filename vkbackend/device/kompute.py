@@ -23,9 +23,8 @@ from vkbackend.graph import F32, Graph
 from vkbackend.ops.op import Kernel
 from vkbackend.shaders.compiler import spirv
 
-CHAIN_BYTES = (
-    12 << 20
-)  # a level costs 11 us here and a chain's wait 1.4, but chains are slow with large matrices (H200)
+# A level costs 11 us here and a chain's wait 1.4, but chains are slow with large matrices (H200, docs/performance.md).
+CHAIN_BYTES = 12 << 20
 STAGING_WORDS = 8 << 20  # 32 MiB: large enough to amortise an eval, small enough to keep
 
 
@@ -100,9 +99,8 @@ class KomputeDevice:
         info = found[index].info
         self._timestamp_ns = found[index].timestamp_ns
         self.subgroups = subgroups and uses_subgroups(info.limits)
-        limits = replace(
-            info.limits, subgroup_shuffle=self.subgroups, chain_bytes=CHAIN_BYTES if chains and not relaxed else 0
-        )
+        chain_bytes = CHAIN_BYTES if chains and not relaxed else 0
+        limits = replace(info.limits, subgroup_shuffle=self.subgroups, chain_bytes=chain_bytes)
         self.info: DeviceInfo = replace(info, limits=limits)
         self.max_burst = 16 if info.kind == "gpu" else 1  # a CPU driver's steps are long, its submissions cheap
         self._relaxed = relaxed

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from vkbackend.chains import RIGHT, trial
+from vkbackend.chains import trial
 from vkbackend.device.base import Words
 from vkbackend.errors import DeviceError
 from vkbackend.launch import Launch
@@ -13,21 +13,20 @@ from vkbackend.launch import Launch
 Tried = set[tuple[object, ...]]  # kernels with their constants that ran side by side
 
 
-def all_run(chains: Sequence[Launch], tried: Tried, run: Callable[[Launch], int]) -> bool:
-    """Whether every kernel's workgroups run side by side. `run` runs a launch with all counters at zero and returns the
-    word where it left its status."""
+def all_run(chains: Sequence[Launch], tried: Tried, runs: Callable[[Launch], bool]) -> bool:
+    """Whether every kernel's workgroups run side by side: `runs` runs a trial and says whether it came to its end."""
     for launch in chains:
         key = (launch.kernel, launch.spec, launch.groups)
         if key not in tried:
-            if run(trial(launch)) != RIGHT:
+            if not runs(trial(launch)):
                 return False
             tried.add(key)
     return True
 
 
-def check_ended(status: Words, device: str) -> None:
-    """Raises `DeviceError` when a chain of the last run did not come to its end."""
-    wrong = int((status != RIGHT).sum())
+def check_ended(status: Words, run: int, device: str) -> None:
+    """Raises `DeviceError` when a chain did not leave the number of this run, which it does at its end."""
+    wrong = int((status != run).sum())
     if wrong:
         raise DeviceError(
             f"{device}: {wrong} of {status.size} chains of products did not end, as their workgroups did not run side "

@@ -17,6 +17,7 @@ from vkbackend.device.base import Array, Buffer, Device
 from vkbackend.device.numpy import NumpyDevice
 from vkbackend.graph import F32, I32, Graph, Tensor, bound
 from vkbackend.packing import pack_matrix
+from vkbackend.schedule import ALIGN
 
 POISON = 0x7FC0DEAD  # a quiet NaN with a payload that no arithmetic produces
 
@@ -71,12 +72,14 @@ class CaseBuilder:
         packed = self.device.holds_packed_weights
         pieces: list[Array] = []
         for data, fmt in matrices:
-            words, values = pack_matrix(np.asarray(data, np.float32), fmt)
-            flat = words if packed else values.reshape(-1).view(np.uint32)
-            pieces.append(np.pad(flat, (0, -flat.size % 64)))
-        buffer = self.device.allocate(sum(p.size for p in pieces), label="weights")
-        self.device.upload(buffer, 0, np.concatenate(pieces))
-        starts = np.cumsum([0, *(p.size for p in pieces)])
+            packed_words, values = pack_matrix(np.asarray(data, np.float32), fmt)
+            pieces.append(packed_words if packed else values.reshape(-1).view(np.uint32))
+        starts = np.cumsum([0, *(-(-p.size // ALIGN) * ALIGN for p in pieces)])
+        words = np.full(starts[-1], POISON, np.uint32)
+        for start, piece in zip(starts, pieces, strict=False):
+            words[start : start + piece.size] = piece
+        buffer = self.device.allocate(words.size, label="weights")
+        self.device.upload(buffer, 0, words)
         return [
             bound("weight", buffer, int(start), data.shape, fmt if packed else F32, piece.size)
             for (data, fmt), piece, start in zip(matrices, pieces, starts, strict=False)

@@ -204,7 +204,8 @@ def _rows(
     n_out, n_in = w.shape
     binds = [Bind(w, "r"), Bind(x, "r"), Bind(y, "w")]
     defines = [f"W_{w.dtype.upper()}"]
-    push: list[PushValue] = [*plane_places(w), n_in, n_out, At(x), x.strides[0], At(y), y.strides[0]]
+    planes = plane_places(w)
+    push: list[PushValue] = [*planes, n_in, n_out, At(x), x.strides[0], At(y), y.strides[0]]
     extra = of.norm or of.squares
     if extra is not None:
         binds.append(Bind(extra, "r"))
@@ -224,7 +225,7 @@ def _rows(
     groups = spread(-(-n_out * split // (TEAMS * n_r)), limits.max_groups[0])
     spec = (x.shape[0], n_r, split, ahead)
     link = product_link(
-        CHAIN_KERNELS, w, plane_places(w), x, y,
+        CHAIN_KERNELS, w, planes, x, y,
         norm=of.norm, squares=of.squares, residual=residual, eps=attrs.eps, swiglu=attrs.swiglu,
         split=split, limits=limits,
     )  # fmt: skip

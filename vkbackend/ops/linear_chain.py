@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from vkbackend.chains import MAX_LINKS
 from vkbackend.device.base import Limits
 from vkbackend.graph import Tensor
 from vkbackend.ops.op import At, Kernel, Link, PushValue
@@ -14,6 +15,7 @@ ROWS_OF_TEAM, MAX_TOKENS = 4, 4
 MAX_OUT = 65536  # weight rows: where one product takes long, a level of its own costs little
 MAX_SCALES = 512  # of groups of columns, for all rows of x
 MAX_SHARED = 49152  # bytes: more would keep a workgroup from running beside others on some GPUs
+ENTRY_WORDS = 18  # of a product in the table
 NORM, GROUPS, RESIDUAL, SWIGLU = 1, 2, 4, 8  # flags of an entry
 PAIRS = (("q4_k", "q6_k"), ("q5_k", "q6_k"), ("q4_k", "q5_k"), ("f32", "q8_0"))  # as files mix them
 
@@ -33,7 +35,7 @@ def chain_kernels(formats: tuple[str, ...]) -> dict[tuple[str, ...], Kernel]:
 def x_quads(n_tokens: int, limits: Limits) -> int:
     """Quads of x for which there is workgroup memory beside the table, the sums and what stands in for subgroups."""
     teams = CHAIN_LANES // LANES
-    taken = 4 * (18 * 24 + teams * (ROWS_OF_TEAM + 1) * n_tokens + teams + CHAIN_LANES + MAX_SCALES + 1)
+    taken = 4 * (ENTRY_WORDS * MAX_LINKS + teams * (ROWS_OF_TEAM + 1) * n_tokens + teams + CHAIN_LANES + MAX_SCALES + 1)
     return max(0, min(limits.max_shared_bytes, MAX_SHARED) - taken) // 16
 
 
