@@ -17,12 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vkbackend.device.base import Buffer, Device, check_memory
+from vkbackend.device.base import ALIGN, Buffer, Device, check_memory
 from vkbackend.errors import ContextError, DeviceError
 from vkbackend.graph import Tensor, bound
 from vkbackend.ops.delta_net_mixer import conv_ring_columns
 
-ALIGN = 64  # words
 _REMEDY = "use a smaller n_ctx, n_seq_max or n_rs_seq"
 
 

@@ -16,7 +16,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from vkbackend.device.base import Array, Buffer, Device, check_memory
+from vkbackend.device.base import ALIGN, Array, Buffer, Device, check_memory
 from vkbackend.errors import ModelError
 from vkbackend.graph import F32, I32, Tensor, bound
 from vkbackend.model.gguf import GGUFFile, TensorInfo
@@ -27,7 +27,6 @@ from vkbackend.quants import dequantize, weight_format
 CHUNK_BYTES = 16 << 20  # file bytes converted and uploaded at a time
 FLOAT_CHUNK_BYTES = 1 << 20  # the same where weights become float32: while the numbers are in the CPU's cache
 ARENA_BYTES = 2 << 30  # largest single allocation asked of a driver
-ALIGN = 64  # words
 
 Progress = Callable[[int, int], None]
 

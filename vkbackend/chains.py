@@ -17,9 +17,8 @@ import numpy as np
 from vkbackend.device.base import Words
 from vkbackend.graph import Tensor
 from vkbackend.launch import ARENA, INPUTS, OUTPUTS, Launch, Place
-from vkbackend.ops.op import At, Dispatch, Kernel, Link, PushValue, push_word
+from vkbackend.ops.op import MAX_LINKS, At, Dispatch, Kernel, Link, PushValue, push_word
 
-MAX_LINKS = 24  # entries of a table: MAX_PRODUCTS in linear_chain.comp
 WAIT, SECOND_FORMAT = 16, 32  # flags of an entry, beside the op's own
 
 Where = Callable[[Tensor], tuple[Place, int]]

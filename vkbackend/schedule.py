@@ -18,13 +18,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from vkbackend.chains import PlacedChains, find_chains, place_chains
-from vkbackend.device.base import Limits
+from vkbackend.device.base import ALIGN, Limits
 from vkbackend.errors import VkBackendError
 from vkbackend.graph import Graph, Role, Storage, Tensor
 from vkbackend.launch import ARENA, INPUTS, OUTPUTS, Launch, Place
 from vkbackend.ops.op import At, Bind, Dispatch, push_word
-
-ALIGN = 64  # words: 256 bytes, the largest alignment any device asks of a storage buffer offset
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from vkbackend.chains import MAX_LINKS, PlacedChains
+from vkbackend.chains import PlacedChains
 from vkbackend.device import dispatching
 from vkbackend.device.base import Array
 from vkbackend.device.kompute import KomputeDevice
@@ -22,6 +22,7 @@ from vkbackend.ops.add import add
 from vkbackend.ops.case import Case, CaseBuilder, run_built
 from vkbackend.ops.linear import CHAIN_KERNELS, FORMATS, layer_case, linear
 from vkbackend.ops.linear_chain import ENTRY_WORDS, LANES, MAX_OUT, MAX_SCALES, MAX_SHARED, MAX_TOKENS, PAIRS, x_quads
+from vkbackend.ops.op import MAX_LINKS
 from vkbackend.schedule import Plan
 
 Dispatching = KomputeDevice | VulkanDevice

@@ -20,6 +20,8 @@ from vkbackend.graph import F32, Graph, Tensor
 Array = NDArray[Any]
 Words = NDArray[np.uint32]
 
+ALIGN = 64  # words: 256 bytes, the largest alignment any device asks of a storage buffer offset
+
 
 @dataclass(frozen=True)
 class MatrixShape:

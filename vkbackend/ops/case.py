@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from vkbackend.device.base import Array, Buffer, Device
+from vkbackend.device.base import ALIGN, Array, Buffer, Device
 from vkbackend.device.numpy import NumpyDevice
 from vkbackend.graph import F32, I32, Graph, Tensor, bound
 from vkbackend.packing import pack_matrix
-from vkbackend.schedule import ALIGN
 
 POISON = 0x7FC0DEAD  # a quiet NaN with a payload that no arithmetic produces
 

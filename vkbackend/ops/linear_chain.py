@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from vkbackend.chains import MAX_LINKS
 from vkbackend.device.base import Limits
 from vkbackend.graph import Tensor
-from vkbackend.ops.op import At, Kernel, Link, PushValue
+from vkbackend.ops.op import MAX_LINKS, At, Kernel, Link, PushValue
 
 CHAIN_LANES, LANES = 512, 8  # invocations in a workgroup; of a team
 ROWS_OF_TEAM, MAX_TOKENS = 4, 4

@@ -49,6 +49,7 @@ class At:
 
 
 PushValue = int | float | At
+MAX_LINKS = 24  # of a chain: MAX_PRODUCTS in linear_chain.comp
 
 
 @dataclass(frozen=True, eq=False)
