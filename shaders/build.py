@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from vkbackend.device.copy import COPY_WORDS, FILL_WORDS
+from vkbackend.device.kompute_order import WITNESS
 from vkbackend.ops import all_ops
 from vkbackend.ops.op import Kernel
 from vkbackend.shaders.compiler import SHIPPED_DIR, compile_to, content_hash
@@ -16,7 +17,7 @@ from vkbackend.shaders.compiler import SHIPPED_DIR, compile_to, content_hash
 def build(folder: Path = SHIPPED_DIR) -> tuple[int, int]:
     """Brings `folder` up to date: compiles what is missing, removes what no kernel needs. (compiled, kept)."""
     wanted: dict[str, tuple[Kernel, bool]] = {}
-    for kernel in [COPY_WORDS, FILL_WORDS, *(k for op in all_ops() for k in op.kernels())]:
+    for kernel in [COPY_WORDS, FILL_WORDS, WITNESS, *(k for op in all_ops() for k in op.kernels())]:
         for subgroup in (False, True):
             wanted[f"{kernel.name}-{content_hash(kernel, subgroup)}.spv"] = (kernel, subgroup)
     folder.mkdir(parents=True, exist_ok=True)

@@ -5,8 +5,7 @@
 
 // Product of a weight matrix with 1..16 rows of x. SPLIT teams share N_R weight rows: a lane takes every
 // (8 * SPLIT)-th chunk of 16 columns, for all TOKENS rows of x; lanes are summed by team_add, teams in their order. That
-// order is the same whatever TOKENS and N_R are, which is what makes decoding independent of the batch. linear_chain.comp gives
-// the same bits; the two share no code because this kernel was 12 % slower with 4 rows when they did (docs/performance.md).
+// order is the same whatever TOKENS and N_R are, which is what makes decoding independent of the batch.
 //
 // With NORM the norm costs no pass of its own: y = (W (x * norm)) / sqrt(mean(x^2) + eps), and the squares are summed
 // beside the products. With GROUPS groups of columns of x are scaled likewise, their sums of squares being given.
@@ -110,7 +109,7 @@ void main() {
                     [[unroll]] for (uint t = 0u; t < TOKENS; ++t) {
                         vec4 v = x_quads[(push.x_at + t * push.x_row) / 4u + c * 4u + i];
 #ifdef HAS_OFFSET
-                        // Not the sum of x * norm: that may be contracted by a compiler, here and not in linear_chain.
+                        // Not the sum of x * norm: that may be contracted by a compiler, in one variant and not in another.
                         x_sum[t] = fma(v.x, norm.x, fma(v.y, norm.y, fma(v.z, norm.z, fma(v.w, norm.w, i == 0u ? 0.0 : x_sum[t]))));
 #endif
 #ifdef NORM

@@ -7,7 +7,6 @@
 3. Temporaries are packed into one arena: two storages may share words when the level ranges in which they live
    do not meet. As lifetimes are counted in levels, sharing can not create a new hazard. Counters lie behind the
    inputs, packed in the same way: programs zero them together with writing the inputs.
-4. Where the device allows it, levels of products that follow each other become one dispatch (`chains.py`).
 
 The result is plain data (`Plan`); devices turn it into their own commands.
 """
@@ -17,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from vkbackend.chains import PlacedChains, find_chains, place_chains
 from vkbackend.device.base import ALIGN, Limits
 from vkbackend.errors import VkBackendError
 from vkbackend.graph import Graph, Role, Storage, Tensor
@@ -28,15 +26,13 @@ from vkbackend.ops.op import At, Bind, Dispatch, push_word
 @dataclass(frozen=True)
 class Plan:
     """Levels of launches (a barrier between two levels), the sizes of the program's own regions in words, the
-    word offset of every input and output in its region, the words of the inputs that are counters, and the chains among
-    the launches."""
+    word offset of every input and output in its region, and the words of the inputs that are counters."""
 
     levels: list[list[Launch]]
     n_words: dict[str, int]
     inputs: dict[str, tuple[int, Tensor]]
     outputs: dict[str, tuple[int, Tensor]]
     counters: range
-    chains: PlacedChains
 
 
 @dataclass
@@ -78,18 +74,12 @@ def plan(graph: Graph, limits: Limits) -> Plan:
     by_level: list[list[_Item]] = [[] for _ in range(n_levels)]
     for item in items:
         by_level[item.level].append(item)
-    chains = find_chains([[i.dispatch for i in level] for level in by_level], place.of)
-    placed = place_chains(chains, place.of, limits.resident_groups, place.reserve)
-    levels = [[_launch(item, place) for item in level] for level in by_level]
-    for chain, launch in reversed([*zip(chains, placed.launches, strict=True)]):
-        levels[chain.start : chain.start + len(chain.levels)] = [[launch]]
     return Plan(
-        levels=levels,
+        levels=[[_launch(item, place) for item in level] for level in by_level],
         n_words=place.n_words,
         inputs={name: (place.of(t)[1], t) for name, t in graph.inputs.items()},
         outputs={name: (place.of(t)[1], t) for name, t in graph.outputs.items()},
         counters=place.counters,
-        chains=placed,
     )
 
 

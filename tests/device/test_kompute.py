@@ -18,6 +18,7 @@ from vkbackend.device.base import Words
 from vkbackend.device.copy import COPY_WORDS, FILL_WORDS
 from vkbackend.device.dispatching import Command, DispatchProgram, _command
 from vkbackend.device.kompute import KomputeDevice, KomputeRecording
+from vkbackend.device.kompute_order import RUN_STEPS, push
 from vkbackend.errors import DeviceError
 from vkbackend.graph import Graph
 from vkbackend.ops.op import Kernel
@@ -238,13 +239,18 @@ def test_a_barrier_stands_between_two_levels(
         "OpAlgoDispatch": lambda algorithm, push: ("dispatch", push.tolist()),
     }
     monkeypatch.setattr(device, "_kp", SimpleNamespace(**ops))
+    if device._witness is not None:
+        monkeypatch.setattr(device._witness, "kp", SimpleNamespace(**ops))
     copies = [Command("copy", COPY_WORDS, (x, y), (i, i, 1), (1, 1, 1), ()) for i in range(4)]
     device.record([copies[:2], copies[2:3], copies[3:]], inputs, outputs, False)
     dispatches = [("dispatch", list(c.push)) for c in copies]
     barrier = [] if relaxed else [("to host", [device._barrier])]
     want = [*dispatches[:2], *barrier, dispatches[2], *barrier, dispatches[3]]
     first, last = ("to device", [module._tensor_of(inputs)]), ("to host", [module._tensor_of(outputs)])
-    assert spy.recorded == [first, *want, last]
+    watch: list[tuple[str, Any]] = []
+    if device._witness is not None:
+        watch = [("dispatch", list(push(i))) for i in range(RUN_STEPS)] + [("to host", [device._witness.tensor])]
+    assert bool(watch) == relaxed and spy.recorded == [first, *want, last, *watch]
     monkeypatch.setattr(device, "_manager", real)
     device.close()
 

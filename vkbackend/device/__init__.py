@@ -32,16 +32,15 @@ def devices() -> list[DeviceInfo]:
 def open_device(name: str = "auto") -> Device:
     """Opens a device by name: "auto", "kompute" or "kompute:N", "vulkan" or "vulkan:N", "numpy", "null".
 
-    "kompute:N:relaxed" is the same device without barriers between levels: faster, and right on every driver tried, but
-    nothing in Vulkan promises it (docs/kompute.md).
-    "kompute:N:unchained" runs every level as a dispatch of its own also where chains are faster (vkbackend/chains.py).
+    "kompute:N:strict" is the same device with what stands for a barrier between all levels, also on drivers that were
+    seen to wait without it; "kompute:N:relaxed" leaves it out on any driver (docs/kompute.md).
     "auto" takes the first GPU through Kompute, else the first through Vulkan itself, else the NumPy fallback (a CPU
     Vulkan driver is slower than NumPy). Raises `DeviceError` for an unknown name or a device that does not open.
     """
     kind, _, index = name.partition(":")
     index, _, option = index.partition(":")
-    if option and (kind != "kompute" or option not in ("relaxed", "unchained")):
-        raise DeviceError(f"device '{name}' has an unknown option; there are kompute:N:relaxed and kompute:N:unchained")
+    if option and (kind != "kompute" or option not in ("strict", "relaxed")):
+        raise DeviceError(f"device '{name}' has an unknown option; there are kompute:N:strict and kompute:N:relaxed")
     if kind == "auto" and not index:
         return _auto()
     if kind == "numpy" and not index:
@@ -53,7 +52,7 @@ def open_device(name: str = "auto") -> Device:
     if kind == "kompute" and (not index or index.isdigit()):
         from vkbackend.device.kompute import KomputeDevice
 
-        return KomputeDevice(int(index or 0), relaxed=option == "relaxed", chains=option != "unchained")
+        return KomputeDevice(int(index or 0), relaxed={"relaxed": True, "strict": False}.get(option))
     if kind == "vulkan" and (not index or index.isdigit()):
         from vkbackend.device.vulkan import VulkanDevice
 

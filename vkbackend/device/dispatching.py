@@ -7,17 +7,14 @@ moves inputs and outputs.
 
 from __future__ import annotations
 
-import itertools
 import threading
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from vkbackend.device.base import Array, Buffer, DeviceInfo, Limits, Words, feed
-from vkbackend.device.side_by_side import Tried, all_run, check_ended
 from vkbackend.errors import DeviceError
 from vkbackend.graph import I32, Graph, Tensor
 from vkbackend.launch import ARENA, INPUTS, OUTPUTS, Launch
@@ -71,13 +68,6 @@ class RegionPool:
         self._arenas: dict[int, Buffer] = {}
         self._hosts: dict[tuple[str, int], HostRegion] = {}
         self.lock = threading.Lock()
-        self.chains = True  # until one fails its trial (side_by_side.py)
-        self.tried: Tried = set()
-        self._n_runs = itertools.count(1)
-
-    def next_run(self) -> int:
-        """A number that no run of the last 2^32 - 1 had, and not 0: what chains leave at their end."""
-        return 1 + next(self._n_runs) % 0xFFFFFFFF
 
     def arena(self, n_words: int) -> Buffer:
         size = self._size_class(n_words)
@@ -128,22 +118,9 @@ class DispatchProgram:
     """A planned and recorded graph. Runs as one submission."""
 
     def __init__(self, driver: Driver, graph: Graph, poison: bool, timestamps: bool) -> None:
-        limits = driver.info.limits
-        if not driver.pool.chains:
-            limits = replace(limits, resident_groups=0)
-        self.plan: Plan = plan(graph, limits)
-        self._pool = driver.pool
-        if not all_run(self.plan.chains.launches, driver.pool.tried, lambda launch: self._runs(driver, launch)):
-            warnings.warn(
-                f"{driver.info.name} ({driver.info.description}) does not run {limits.resident_groups} workgroups side "
-                "by side, though it has as many multiprocessors: going on without chains of products",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-            driver.pool.chains = False
-            self.plan = plan(graph, replace(limits, resident_groups=0))
+        self.plan: Plan = plan(graph, driver.info.limits)
         n = self.plan.n_words
-        self._name = driver.info.name
+        self._lock = driver.pool.lock
         self._in = driver.pool.host(INPUTS, n[INPUTS])
         self._out = driver.pool.host(OUTPUTS, n[OUTPUTS])
         arena = driver.pool.arena(n[ARENA])
@@ -156,44 +133,17 @@ class DispatchProgram:
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         words = {name: _as_words(name, tensor, feeds) for name, (_, tensor) in self.plan.inputs.items()}
-        with self._pool.lock:
+        with self._lock:
             for name, (offset, tensor) in self.plan.inputs.items():
                 self._in.words[offset : offset + tensor.size] = words[name]
             # The region is shared, and a run that failed may have left anything.
             self._in.words[self.plan.counters.start : self.plan.counters.stop] = 0
-            run = self._write_chains(self._in)
             self._recording.run()
-            check_ended(self._chain_status(self._out), run, self._name)
             return {name: self._read(offset, tensor) for name, (offset, tensor) in self.plan.outputs.items()}
 
     def level_seconds(self) -> list[float]:
         """Device time of each level of the last run; needs `timestamps=True` at compile time."""
         return self._recording.level_seconds()
-
-    def _runs(self, driver: Driver, launch: Launch) -> bool:
-        """Runs one launch of a chain by itself; whether it came to its end."""
-        n = self.plan.n_words
-        ins, outs = driver.pool.host(INPUTS, n[INPUTS]), driver.pool.host(OUTPUTS, n[OUTPUTS])
-        regions: dict[str, Buffer] = {ARENA: driver.pool.arena(n[ARENA]), INPUTS: ins, OUTPUTS: outs}
-        levels = [[_command(launch, regions, driver.info)]]
-        recording = driver.record(levels, ins, outs, False, (n[INPUTS], n[OUTPUTS]))
-        with self._pool.lock:
-            run = self._write_chains(ins)
-            recording.run()
-            return bool((self._chain_status(outs) == run).any())
-
-    def _write_chains(self, ins: HostRegion) -> int:
-        """The chains' words into the inputs, with a number for the run, which is returned."""
-        chains = self.plan.chains
-        run = self._pool.next_run()
-        if chains.words.size:
-            ins.words[chains.at : chains.at + chains.words.size] = chains.words
-            ins.words[chains.at] = run
-        return run
-
-    def _chain_status(self, outs: HostRegion) -> Words:
-        status = self.plan.chains.status
-        return outs.words[status.start : status.stop]
 
     def _read(self, offset: int, tensor: Tensor) -> Array:
         start, stop = tensor.span()

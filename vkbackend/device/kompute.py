@@ -16,6 +16,7 @@ import numpy as np
 from vkbackend.device.base import Array, Buffer, DeviceInfo, Words, check_range
 from vkbackend.device.copy import COPY_WORDS, FILL_WORDS, GRID
 from vkbackend.device.dispatching import Command, DispatchProgram, HostRegion, RegionPool, check_allocation
+from vkbackend.device.kompute_order import GROUPS, RUN_STEPS, SEEN_TO_WAIT, WITNESS, Witness, push
 from vkbackend.device.probe import uses_subgroups, vulkan_devices
 from vkbackend.device.shared_memory import check_shared
 from vkbackend.errors import DeviceError
@@ -23,8 +24,6 @@ from vkbackend.graph import F32, Graph
 from vkbackend.ops.op import Kernel
 from vkbackend.shaders.compiler import spirv
 
-# A level costs 11 us here and a chain's wait 1.4, but chains are slow with large matrices (H200, docs/performance.md).
-CHAIN_BYTES = 12 << 20
 STAGING_WORDS = 8 << 20  # 32 MiB: large enough to amortise an eval, small enough to keep
 
 
@@ -59,9 +58,15 @@ class KomputeRecording:
     """A recorded sequence. One `run` is one Kompute eval."""
 
     def __init__(
-        self, sequence: Any, algorithms: list[KomputeAlgorithm], level_ends: list[int], timestamp_ns: float
+        self,
+        sequence: Any,
+        algorithms: list[KomputeAlgorithm],
+        level_ends: list[int],
+        timestamp_ns: float,
+        watched: tuple[str, Witness] | None = None,
     ) -> None:
         self._sequence = sequence
+        self._watched = watched  # the device's name, and what sees whether dispatches wait
         self._algorithms = algorithms
         self._level_ends = level_ends
         self._timestamp_ns = timestamp_ns
@@ -71,6 +76,9 @@ class KomputeRecording:
             self._sequence.eval()
         except RuntimeError as error:
             raise DeviceError(f"kompute: running a recording failed: {error}{_advice(error)}") from error
+        if self._watched is not None:
+            name, witness = self._watched
+            witness.check(name)
 
     def level_seconds(self) -> list[float]:
         ticks = self._sequence.get_timestamps()
@@ -81,14 +89,13 @@ class KomputeRecording:
 class KomputeDevice:
     """One physical device driven through Kompute. Raises `DeviceError` when it can not be opened.
 
-    `relaxed` leaves out what stands for a barrier between levels. Every dispatch still records Kompute's own transfer
-    barriers, on which drivers were seen to wait for the dispatch before; nothing promises it (docs/kompute.md).
-    `chains=False`: every level is a dispatch of its own (chains.py).
+    `relaxed`: whether what stands for a barrier between levels is left out. None: where the driver was seen to wait for
+    earlier dispatches without it (kompute_order.py); False: never; True: on any driver. If a trial fails, it stays.
     """
 
     holds_packed_weights = True
 
-    def __init__(self, index: int = 0, subgroups: bool = True, relaxed: bool = False, chains: bool = True) -> None:
+    def __init__(self, index: int = 0, subgroups: bool = True, relaxed: bool | None = None) -> None:
         kp = _import_kp()
         found = vulkan_devices("kompute")
         if not 0 <= index < len(found):
@@ -99,11 +106,8 @@ class KomputeDevice:
         info = found[index].info
         self._timestamp_ns = found[index].timestamp_ns
         self.subgroups = subgroups and uses_subgroups(info.limits)
-        chain_bytes = CHAIN_BYTES if chains and not relaxed else 0
-        limits = replace(info.limits, subgroup_shuffle=self.subgroups, chain_bytes=chain_bytes)
-        self.info: DeviceInfo = replace(info, limits=limits)
+        self.info: DeviceInfo = replace(info, limits=replace(info.limits, subgroup_shuffle=self.subgroups))
         self.max_burst = 16 if info.kind == "gpu" else 1  # a CPU driver's steps are long, its submissions cheap
-        self._relaxed = relaxed
         self._kp = kp
         try:
             self._manager = kp.Manager(index, [], [])
@@ -120,6 +124,16 @@ class KomputeDevice:
         self._staging_lock = threading.Lock()  # a thread fills it, copies, and reads it in one turn
         self._barrier = self._manager.tensor_t(np.zeros(1, np.uint32), kp.TensorTypes.device)
         self._self_test()
+        self._witness: Witness | None = None
+        if relaxed or (relaxed is None and found[index].driver_id in SEEN_TO_WAIT):
+            self._witness = self._new_witness()
+            if not self._witness.try_out(self._manager.sequence):
+                self._witness = None
+
+    @property
+    def relaxed(self) -> bool:
+        """Whether nothing stands for a barrier between levels, as the driver waits without it."""
+        return self._witness is not None
 
     # ---- memory
 
@@ -205,12 +219,12 @@ class KomputeDevice:
         used: tuple[int, int] | None = None,
     ) -> KomputeRecording:
         kp = self._kp
-        n_ops = sum(len(level) for level in levels) + len(levels) + 2
+        n_ops = sum(len(level) for level in levels) + len(levels) + 2 + (RUN_STEPS + 1 if self.relaxed else 0)
         sequence = self._manager.sequence(0, n_ops if timestamps else 0)
         sequence.record(kp.OpTensorSyncDevice([_tensor_of(inputs)]))
         n, ends, used_algorithms = 1, [1], []
         for i, level in enumerate(levels):
-            if i > 0 and not self._relaxed:
+            if i > 0 and not self.relaxed:
                 # Kompute has no compute-to-compute barrier; a one-word transfer between two levels is one.
                 sequence.record(kp.OpTensorSyncLocal([self._barrier]))
                 n += 1
@@ -221,7 +235,11 @@ class KomputeDevice:
                 n += 1
             ends.append(n)
         sequence.record(kp.OpTensorSyncLocal([_tensor_of(outputs)]))
-        return KomputeRecording(sequence, used_algorithms, ends, self._timestamp_ns)
+        watched = None
+        if self._witness is not None:
+            self._witness.record(sequence, RUN_STEPS)
+            watched = self.info.name, self._witness
+        return KomputeRecording(sequence, used_algorithms, ends, self._timestamp_ns, watched)
 
     def _algorithm(
         self,
@@ -266,6 +284,11 @@ class KomputeDevice:
             ) from error
         finally:
             sequence.destroy()
+
+    def _new_witness(self) -> Witness:
+        region = self.host_region(2 * GROUPS, "order witness")
+        algorithm = self._algorithm(WITNESS, [region], (), (GROUPS, 1, 1), push(0))
+        return Witness(self._kp, region.tensor, region.words, algorithm.algorithm)
 
     def _self_test(self) -> None:
         """Writes and reads a pattern: kp 0.9.0 built for another NumPy reads wrong values without an error."""

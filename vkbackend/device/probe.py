@@ -26,7 +26,7 @@ _INSTANCE_VERSION = (1, 3)  # the newest version whose rules this package follow
 @dataclass(frozen=True)
 class PhysicalDevice:
     """One physical device: its info, the length of a timestamp tick in nanoseconds (0: no timestamps), its optional
-    features, and what names a pipeline cache that its driver can read."""
+    features, what names a pipeline cache that its driver can read, and its driver as a VkDriverId (0: unknown)."""
 
     info: DeviceInfo
     timestamp_ns: float
@@ -34,6 +34,7 @@ class PhysicalDevice:
     extensions: frozenset[str]
     cache_name: str
     max_bindings: int
+    driver_id: int = 0
 
 
 def uses_subgroups(limits: Limits) -> bool:
@@ -123,7 +124,6 @@ def _describe(vk: Any, instance: Any, handle: Any, name: str) -> PhysicalDevice:
         operations, stages = int(subgroup.supportedOperations), int(subgroup.supportedStages)
         optional = supported(vk, instance, handle, version, extensions)
     memory, free = local_memory(vk, handle, extensions)
-    resident = _multiprocessors(vk, handle) if "VK_NV_shader_sm_builtins" in extensions else 0
     need = _SUBGROUP_BASIC | _SUBGROUP_SHUFFLE
     limits = Limits(
         max_push_bytes=int(raw.maxPushConstantsSize),
@@ -134,7 +134,6 @@ def _describe(vk: Any, instance: Any, handle: Any, name: str) -> PhysicalDevice:
         max_buffer_bytes=max_buffer,
         subgroup_size=subgroup_size,
         subgroup_shuffle=bool(stages & _STAGE_COMPUTE) and operations & need == need,
-        resident_groups=resident,
         features=optional.features,
     )
     info = DeviceInfo(
@@ -155,6 +154,7 @@ def _describe(vk: Any, instance: Any, handle: Any, name: str) -> PhysicalDevice:
         extensions=extensions,
         cache_name=f"{props.vendorID:04x}-{props.deviceID:04x}-{props.driverVersion:08x}-{uuid}",
         max_bindings=min(int(raw.maxPerStageDescriptorStorageBuffers), int(raw.maxDescriptorSetStorageBuffers)),
+        driver_id=_driver_id(vk, handle, version, extensions),
     )
 
 
@@ -171,11 +171,12 @@ def _properties_1_1(vk: Any, handle: Any, version: tuple[int, int], extensions: 
     return subgroup, min([_MAX_BUFFER, *(size for size in sizes if size)])
 
 
-def _multiprocessors(vk: Any, handle: Any) -> int:
-    """Of an NVIDIA GPU. Each holds one workgroup of any size, and nothing takes turns before the end of a dispatch."""
-    found = vk.VkPhysicalDeviceShaderSMBuiltinsPropertiesNV()
+def _driver_id(vk: Any, handle: Any, version: tuple[int, int], extensions: frozenset[str]) -> int:
+    if version < (1, 2) and (version < (1, 1) or "VK_KHR_driver_properties" not in extensions):
+        return 0
+    found = vk.VkPhysicalDeviceDriverProperties()
     vk.vkGetPhysicalDeviceProperties2(handle, vk.VkPhysicalDeviceProperties2(pNext=found))
-    return int(found.shaderSMCount)
+    return int(found.driverID)
 
 
 def local_memory(vk: Any, handle: Any, extensions: frozenset[str]) -> tuple[int, int]:

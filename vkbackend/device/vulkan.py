@@ -73,8 +73,7 @@ class VulkanDevice:
         weakref.finalize(self, session.close)
         found = session.info
         self.subgroups = subgroups and uses_subgroups(found.limits)
-        limits = replace(found.limits, subgroup_shuffle=self.subgroups)
-        self.info: DeviceInfo = replace(found, limits=limits)
+        self.info: DeviceInfo = replace(found, limits=replace(found.limits, subgroup_shuffle=self.subgroups))
         self.max_burst = 16 if found.kind == "gpu" else 1  # a CPU driver's steps are long, its submissions cheap
         self.memory = Memory(session, unified)
         self.pipelines = Pipelines(session, self.subgroups)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from vkbackend.device.base import ALIGN, Array, Buffer, Device
+from vkbackend.device.base import Array, Buffer, Device
 from vkbackend.device.numpy import NumpyDevice
 from vkbackend.graph import F32, I32, Graph, Tensor, bound
 from vkbackend.packing import pack_matrix
@@ -64,25 +64,12 @@ class CaseBuilder:
 
     def weight(self, data: Array, fmt: str = F32) -> Tensor:
         """A weight matrix [rows, cols] rounded to a GGUF type ("f32", "f16", "bf16", "q8_0", ...)."""
-        return self.weights([(data, fmt)])[0]
-
-    def weights(self, matrices: Sequence[tuple[Array, str]]) -> list[Tensor]:
-        """Several weight matrices in one buffer, as a model has them."""
+        words, values = pack_matrix(np.asarray(data, np.float32), fmt)
         packed = self.device.holds_packed_weights
-        pieces: list[Array] = []
-        for data, fmt in matrices:
-            packed_words, values = pack_matrix(np.asarray(data, np.float32), fmt)
-            pieces.append(packed_words if packed else values.reshape(-1).view(np.uint32))
-        starts = np.cumsum([0, *(-(-p.size // ALIGN) * ALIGN for p in pieces)])
-        words = np.full(starts[-1], POISON, np.uint32)
-        for start, piece in zip(starts, pieces, strict=False):
-            words[start : start + piece.size] = piece
-        buffer = self.device.allocate(words.size, label="weights")
-        self.device.upload(buffer, 0, words)
-        return [
-            bound("weight", buffer, int(start), data.shape, fmt if packed else F32, piece.size)
-            for (data, fmt), piece, start in zip(matrices, pieces, starts, strict=False)
-        ]
+        flat = words if packed else values.reshape(-1).view(np.uint32)
+        buffer = self.device.allocate(flat.size, label="weight")
+        self.device.upload(buffer, 0, flat)
+        return bound("weight", buffer, 0, data.shape, fmt if packed else F32, flat.size)
 
     def output(self, tensor: Tensor) -> None:
         self.graph.output(f"out{len(self.graph.outputs)}", tensor)
