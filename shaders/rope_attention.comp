@@ -6,11 +6,11 @@
 
 // All of a decode step's attention between its two products. A workgroup takes one row, HEADS query heads of one kv head
 // and one part of the keys:
-//   loads    the first keys and values of the cache, under way before anything waits
+//   loads    a chunk's keys and values in the cache, all under way before anything waits
 //   rope     RMS norm and RoPE of its queries and of the batch's own keys that it sees, into shared memory. These rows
 //            never come from the cache: the workgroup of a row's last part writes them there in this same dispatch.
 //   scores   CHUNK keys at a time, a key by a team of 8 lanes, for all heads
-//   values   each invocation owns some dims and sums p * v over the keys in order
+//   values   an invocation owns four dims and every SIDES-th key, and sums p * v over these in order; then the sides are summed
 //   join     the workgroup that finishes last joins the parts of a row and applies the output gate
 // What is a chunk and a part follows from the row's position alone. Loops stay loops where they can: a step's kernels take
 // turns, so their code is read in anew each time, and long code takes longer than a wait for memory (docs/performance.md).
@@ -19,15 +19,15 @@ layout(constant_id = 1) const uint DIM = 128u;       // head size
 layout(constant_id = 2) const uint HALF_ROT = 16u;   // rotated pairs
 
 layout(local_size_x = 128) in;
-layout(binding = 0) readonly buffer Projection { float p[]; };
-layout(binding = 1) readonly buffer Norms { float norms[]; };
+layout(binding = 0) readonly buffer Projection { vec4 p_quads[]; };
+layout(binding = 1) readonly buffer Norms { vec4 norm_quads[]; };
 layout(binding = 2) readonly buffer Table { uint table[]; };
 layout(binding = 3) readonly buffer Step { int step_values[]; };
 layout(binding = 4) buffer KCache { vec4 k_cache[]; };
-layout(binding = 5) buffer VCache { float v_cache[]; };
-layout(binding = 6) coherent buffer Partials { float partials[]; };
+layout(binding = 5) buffer VCache { vec4 v_cache[]; };
+layout(binding = 6) coherent buffer Partials { vec4 partials[]; };
 layout(binding = 7) coherent buffer Counters { uint counters[]; };
-layout(binding = 8) buffer Y { float y[]; };
+layout(binding = 8) buffer Y { vec4 y_quads[]; };
 layout(push_constant) uniform Push {
     uint qg_at; uint qg_row; uint k_at; uint k_row; uint v_at; uint v_row;
     uint q_norm_at; uint k_norm_at; uint table_at; uint step_at; uint step_row;
@@ -44,11 +44,13 @@ const uint FRESH = 8u;                   // keys of the batch that shared memory
 const uint DIM4 = DIM / 4u;
 const uint PITCH = DIM4 + 1u;            // quads from vector to vector: neighbours lie in different banks
 const uint QUADS = (DIM4 + LANES - 1u) / LANES;  // of a vector that a lane has; the last one may be none
-const uint OWN = (DIM + 127u) / 128u;    // dims of a result that one invocation owns
-const uint KEYS = 8u;                    // values under way at a time
+const uint SIDES = 128u / DIM4 > 8u ? 8u : 128u / DIM4;  // keys whose values are summed side by side
+const uint KEYS = (CHUNK + SIDES - 1u) / SIDES;  // of a chunk, on each side
+const uint STRIDE = DIM4 + 1u;           // quads of a partial result: best score and total, then the values
 #define NEVER -3.0e38  // a score below all others
 
-shared vec4 tile[(HEADS + FRESH) * PITCH];   // queries, then keys of the batch
+const uint TILE = (HEADS + FRESH) * PITCH, SUMS = SIDES * HEADS * DIM4;
+shared vec4 tile[TILE > SUMS ? TILE : SUMS];  // queries, then keys of the batch; at the end the sums of all sides
 shared float lane_scores[HEADS * CHUNK * LANES];
 shared vec4 scores[HEADS * CHUNK / 4u];
 shared vec4 weights[HEADS * CHUNK / 4u];
@@ -73,9 +75,8 @@ void rope(uint from, uint to, uint t0) {
     uint norm_at = is_q ? push.q_norm_at : push.k_norm_at;
     vec4 x[QUADS], norm[QUADS];
     [[unroll]] for (uint i = 0u; i < QUADS; ++i) {
-        uint d = lane_quad(i) * 4u;
-        x[i] = vec4(p[at + d], p[at + d + 1u], p[at + d + 2u], p[at + d + 3u]);
-        norm[i] = vec4(norms[norm_at + d], norms[norm_at + d + 1u], norms[norm_at + d + 2u], norms[norm_at + d + 3u]);
+        x[i] = p_quads[at / 4u + lane_quad(i)];
+        norm[i] = norm_quads[norm_at / 4u + lane_quad(i)];
     }
     float sum = 0.0;
     [[unroll]] for (uint i = 0u; i < QUADS; ++i) {
@@ -108,12 +109,9 @@ void load_keys(uint k_at, uint key_row, uint key, out vec4 k[QUADS]) {
     [[unroll]] for (uint i = 0u; i < QUADS; ++i) { k[i] = k_cache[(k_at + key * key_row) / 4u + lane_quad(i)]; }
 }
 
-// What this invocation owns of KEYS values; beyond the last key of the cache, that one's again.
-void load_values(uint v_at, uint key_row, uint key, uint last, out float v[KEYS][OWN]) {
-    [[unroll]] for (uint i = 0u; i < KEYS; ++i) {
-        uint from = v_at + min(key + i, last) * key_row;
-        [[unroll]] for (uint j = 0u; j < OWN; ++j) { v[i][j] = v_cache[from + min(gl_LocalInvocationIndex + j * 128u, DIM - 1u)]; }
-    }
+// What this invocation owns of its side's values; beyond the last key of the cache, that one's again.
+void load_values(uint v_at, uint key_row, uint key0, uint last, uint side, uint quad, out vec4 v[KEYS]) {
+    [[unroll]] for (uint i = 0u; i < KEYS; ++i) { v[i] = v_cache[(v_at + min(key0 + i * SIDES + side, last) * key_row) / 4u + quad]; }
 }
 
 // This lane's part of the scores of key number `at` of the chunk.
@@ -128,35 +126,37 @@ void score(uint at, vec4 k[QUADS]) {
     }
 }
 
-void finish(uint h, uint d, float acc, float total) {
-    float g = p[push.qg_at + row * push.qg_row + ((head0 + h) * 2u + 1u) * DIM + d];
-    y[push.y_at + (row * push.n_head + head0 + h) * DIM + d] = acc / total / (1.0 + exp(-g));
+// The result of quad d of a head, times the gate.
+void finish(uint h, uint d, vec4 acc, float total) {
+    vec4 g = p_quads[(push.qg_at + row * push.qg_row + ((head0 + h) * 2u + 1u) * DIM) / 4u + d];
+    y_quads[(push.y_at + (row * push.n_head + head0 + h) * DIM) / 4u + d] = acc / total / (1.0 + exp(-g));
 }
 
 // Joins the parts of HEADS results in their order.
 void join(uint first_partial, uint n_parts) {
-    const uint stride = DIM + 2u, UNDER_WAY = 8u;
+    const uint UNDER_WAY = 16u;
     uint me = gl_LocalInvocationIndex, totals = HEADS * n_parts;  // the two lie in lane_scores, whose scores are done with
     for (uint i = me; i < HEADS * n_parts; i += 128u) {
-        uint at = first_partial + (i / n_parts * push.n_parts + i % n_parts) * stride;
-        lane_scores[i] = partials[at];
-        lane_scores[totals + i] = partials[at + 1u];
+        vec4 head = partials[first_partial + (i / n_parts * push.n_parts + i % n_parts) * STRIDE];
+        lane_scores[i] = head.x;
+        lane_scores[totals + i] = head.y;
     }
     barrier();
-    for (uint i = me; i < HEADS * DIM; i += 128u) {
-        uint h = i / DIM, d = i % DIM, first = h * n_parts;
-        uint at = first_partial + h * push.n_parts * stride + 2u + d;
+    for (uint i = me; i < HEADS * DIM4; i += 128u) {
+        uint h = i / DIM4, d = i % DIM4, first = h * n_parts;
+        uint at = first_partial + h * push.n_parts * STRIDE + 1u + d;
         float best = NEVER;
         for (uint c = 0u; c < n_parts; ++c) { best = max(best, lane_scores[first + c]); }
-        float acc = 0.0, total = 0.0;
+        vec4 acc = vec4(0.0);
+        float total = 0.0;
         for (uint c0 = 0u; c0 < n_parts; c0 += UNDER_WAY) {
-            float part[UNDER_WAY];
-            [[unroll]] for (uint c = 0u; c < UNDER_WAY; ++c) { part[c] = partials[at + min(c0 + c, n_parts - 1u) * stride]; }
+            vec4 part[UNDER_WAY];
+            [[unroll]] for (uint c = 0u; c < UNDER_WAY; ++c) { part[c] = partials[at + min(c0 + c, n_parts - 1u) * STRIDE]; }
             [[unroll]] for (uint c = 0u; c < UNDER_WAY; ++c) {
                 if (c0 + c < n_parts) {
                     float weight = exp(lane_scores[first + c0 + c] - best);
                     total = fma(lane_scores[totals + first + c0 + c], weight, total);
-                    acc = fma(part[c], weight, acc);
+                    acc = fma(part[c], vec4(weight), acc);
                 }
             }
         }
@@ -188,11 +188,13 @@ void main() {
     uint v_at = push.v_cache_at + (slot * push.n_ctx * push.n_head_kv + kv_head) * DIM;
     uint fresh_v_at = push.v_at + first_row * push.v_row + kv_head * DIM;
 
-    float best[HEADS], total[HEADS], factor[HEADS], acc[HEADS][OWN];
+    uint side = me / DIM4, quad = me % DIM4;  // invocations beyond the last side compute what nobody reads
+    float best[HEADS], total[HEADS], factor[HEADS];
+    vec4 acc[HEADS];
     [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
         best[h] = NEVER;
         total[h] = 0.0;
-        [[unroll]] for (uint j = 0u; j < OWN; ++j) { acc[h][j] = 0.0; }
+        acc[h] = vec4(0.0);
     }
     uint end = min((part + 1u) * span, position + 1u);  // one past the part's last key
     for (uint key0 = part * span; key0 < end; key0 += CHUNK) {
@@ -202,25 +204,26 @@ void main() {
         uint t_fresh = first_fresh - n_past;   // the row of the first one, if there is any
         // Where there is no key in the cache, what is loaded is not used; it lies in the cache all the same.
         uint last_cached = max(min(first_fresh, key0 + n_keys), key0 + 1u) - 1u;
-        vec4 k[QUADS];
-        float v[KEYS][OWN];
-        load_keys(k_at, key_row, min(key0 + TEAM, last_cached), k);
-        load_values(v_at, key_row, key0, last_cached, v);
+        vec4 k[PASSES][QUADS], v[KEYS];
+        [[unroll]] for (uint pass = 0u; pass < PASSES; ++pass) {
+            load_keys(k_at, key_row, min(key0 + pass * TEAMS + TEAM, last_cached), k[pass]);
+        }
+        load_values(v_at, key_row, key0, last_cached, side, quad, v);
         uint n = min(FRESH, n_fresh), done = 0u;
         bool has_query = key0 > part * span;
         for (;;) {
             if (n > 0u || !has_query) { rope(has_query ? HEADS : 0u, HEADS + n, t_fresh + done); }
             has_query = true;
-            uint passes = done == 0u ? PASSES + 1u : 1u;  // the last one over the batch's own keys
-            for (uint pass = PASSES + 1u - passes; pass <= PASSES; ++pass) {
-                uint at = pass * TEAMS + TEAM;
-                bool cached = pass < PASSES, wanted = cached ? key0 + at < first_fresh : TEAM < n;
-                if (!cached) {
-                    at = first_fresh - key0 + done + TEAM;
-                    [[unroll]] for (uint i = 0u; i < QUADS; ++i) { k[i] = tile[(HEADS + TEAM % FRESH) * PITCH + lane_quad(i)]; }
+            if (done == 0u) {
+                [[unroll]] for (uint pass = 0u; pass < PASSES; ++pass) {
+                    uint at = pass * TEAMS + TEAM;
+                    if (key0 + at < first_fresh) { score(at, k[pass]); }
                 }
-                if (wanted) { score(at, k); }
-                if (pass + 1u < PASSES) { load_keys(k_at, key_row, min(key0 + at + TEAMS, last_cached), k); }
+            }
+            if (TEAM < n) {  // the batch's own keys
+                vec4 own[QUADS];
+                [[unroll]] for (uint i = 0u; i < QUADS; ++i) { own[i] = tile[(HEADS + TEAM) * PITCH + lane_quad(i)]; }
+                score(first_fresh - key0 + done + TEAM, own);
             }
             done += n;
             if (done >= n_fresh) { break; }
@@ -231,8 +234,8 @@ void main() {
         if (key0 + n_keys > position && head0 % heads_per_kv == 0u) {
             uint from = (HEADS + (n_fresh - 1u) % FRESH) * PITCH, to = position * key_row;
             for (uint i = me; i < DIM4; i += 128u) { k_cache[(k_at + to) / 4u + i] = tile[from + i]; }
-            for (uint d = me; d < DIM; d += 128u) {
-                v_cache[v_at + to + d] = p[fresh_v_at + (row - first_row) * push.v_row + d];
+            for (uint i = me; i < DIM4; i += 128u) {
+                v_cache[(v_at + to) / 4u + i] = p_quads[(fresh_v_at + (row - first_row) * push.v_row) / 4u + i];
             }
         }
         barrier();
@@ -249,36 +252,27 @@ void main() {
             float now = max(max(best[h], max(most.x, most.y)), max(most.z, most.w));
             factor[h] = exp(best[h] - now);  // of what came before
             best[h] = now;
-            [[unroll]] for (uint j = 0u; j < OWN; ++j) { acc[h][j] *= factor[h]; }
+            acc[h] *= factor[h];
             if (me / CHUNK == h % (128u / CHUNK)) {
                 uint i = me % CHUNK;
                 weights[(h * CHUNK + i) / 4u][i % 4u] = i < n_keys ? exp(scores[(h * CHUNK + i) / 4u][i % 4u] - now) : 0.0;
             }
         }
         barrier();
-        // The cache's values, KEYS at a time with the next ones under way; then the batch's own.
+        // This side's keys in order: those in the cache, then the batch's own.
         uint n_cached = min(n_keys, first_fresh - key0);
-        for (uint n0 = 0u; n0 < n_cached; n0 += KEYS) {
-            float now[KEYS][OWN];
-            [[unroll]] for (uint i = 0u; i < KEYS; ++i) {
-                [[unroll]] for (uint j = 0u; j < OWN; ++j) { now[i][j] = v[i][j]; }
-            }
-            load_values(v_at, key_row, key0 + n0 + KEYS, last_cached, v);
-            [[unroll]] for (uint i = 0u; i < KEYS; ++i) {
+        [[unroll]] for (uint i = 0u; i < KEYS; ++i) {
+            uint at = i * SIDES + side;
+            if (at < n_cached) {
                 [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
-                    uint at = h * CHUNK + n0 + i;
-                    float w = n0 + i < n_cached ? weights[at / 4u][at % 4u] : 0.0;
-                    [[unroll]] for (uint j = 0u; j < OWN; ++j) { acc[h][j] = fma(w, now[i][j], acc[h][j]); }
+                    acc[h] = fma(vec4(weights[(h * CHUNK + at) / 4u][at % 4u]), v[i], acc[h]);
                 }
             }
         }
-        for (uint i = n_cached; i < n_keys; ++i) {
-            uint from = fresh_v_at + (key0 + i - n_past) * push.v_row;
-            [[unroll]] for (uint j = 0u; j < OWN; ++j) {
-                float own = p[from + min(me + j * 128u, DIM - 1u)];
-                [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
-                    acc[h][j] = fma(weights[(h * CHUNK + i) / 4u][i % 4u], own, acc[h][j]);
-                }
+        for (uint at = n_cached + (side + SIDES - n_cached % SIDES) % SIDES; at < n_keys; at += SIDES) {
+            vec4 own = p_quads[(fresh_v_at + (key0 + at - n_past) * push.v_row) / 4u + quad];
+            [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
+                acc[h] = fma(vec4(weights[(h * CHUNK + at) / 4u][at % 4u]), own, acc[h]);
             }
         }
         [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
@@ -288,18 +282,25 @@ void main() {
         }
     }
 
-    uint first_partial = push.partials_at + (row * push.n_head + head0) * push.n_parts * (DIM + 2u);
     [[unroll]] for (uint h = 0u; h < HEADS; ++h) {
-        [[unroll]] for (uint j = 0u; j < OWN; ++j) {
-            uint d = me + j * 128u;
-            if (d >= DIM) { continue; }
-            if (n_parts == 1u) {
-                finish(h, d, acc[h][j], total[h]);
-            } else {
-                uint at = first_partial + (h * push.n_parts + part) * (DIM + 2u);
-                partials[at + 2u + d] = acc[h][j];
-                if (d == 0u) { partials[at] = best[h]; partials[at + 1u] = total[h]; }
-            }
+        if (side < SIDES) { tile[(side * HEADS + h) * DIM4 + quad] = acc[h]; }
+    }
+    barrier();
+    uint first_partial = push.partials_at / 4u + (row * push.n_head + head0) * push.n_parts * STRIDE;
+    for (uint i = me; i < HEADS * DIM4; i += 128u) {
+        uint h = i / DIM4, d = i % DIM4;
+        vec4 sum = tile[i];
+        for (uint other = 1u; other < SIDES; ++other) { sum += tile[other * HEADS * DIM4 + i]; }
+        float of_h = total[0], best_of_h = best[0];
+        [[unroll]] for (uint j = 1u; j < HEADS; ++j) {
+            if (h == j) { of_h = total[j]; best_of_h = best[j]; }
+        }
+        if (n_parts == 1u) {
+            finish(h, d, sum, of_h);
+        } else {
+            uint at = first_partial + (h * push.n_parts + part) * STRIDE;
+            partials[at + 1u + d] = sum;
+            if (d == 0u) { partials[at] = vec4(best_of_h, of_h, 0.0, 0.0); }
         }
     }
     if (n_parts > 1u && last_of(n_parts, push.counters_at + row * groups + group)) { join(first_partial, n_parts); }

@@ -97,14 +97,15 @@ def _lower(node: Node, limits: Limits) -> Lowering:
     y = node.outputs[0]
     n_rows, n_head, two_dim = qg.shape
     head_dim, n_kv = two_dim // 2, k.shape[1]
-    start = k_cache.offset + k_cache.storage.base
-    wanted = f"'{k_cache.storage.label}' starts at word {start}; 16-byte loads need a multiple of 4"
-    check(start % 4 == 0, "rope_attention", wanted)
+    for t in (qg, k, v, q_norm, k_norm, k_cache, v_cache):
+        start, row = t.offset + t.storage.base, t.strides[0] if t.ndim > 1 else 0
+        wanted = f"'{t.storage.label}' starts at word {start}, its rows {row} apart; 16-byte loads need multiples of 4"
+        check(start % 4 == 0 and row % 4 == 0, "rope_attention", wanted)
     n_parts = min(MAX_PARTS, -(-node.attrs.kv_bound // CHUNK))
     most = 4 if n_rows * n_parts > 64 else 2  # few workgroups: rather more of them than fewer loads
     fits = [h for h in range(1, most + 1) if h == 1 or shared_need(h, head_dim) <= limits.max_shared_bytes]
     heads = max(h for h in fits if (n_head // n_kv) % h == 0)
-    partials = scratch("attention partials", (n_rows, n_head, n_parts, head_dim + 2))
+    partials = scratch("attention partials", (n_rows, n_head, n_parts, head_dim + 4))
     done = counters("attention parts done", n_rows * (n_head // heads))
     push = (
         At(qg), qg.strides[0], At(k), k.strides[0], At(v), v.strides[0],
@@ -123,8 +124,8 @@ def _lower(node: Node, limits: Limits) -> Lowering:
 
 
 def shared_need(heads: int, head_dim: int) -> int:
-    """Bytes of workgroup memory, at most: queries and keys, lanes' scores, scores and weights, what lanes.glsl has."""
-    return (heads + 8) * (head_dim // 4 + 1) * 16 + heads * CHUNK * (8 + 2) * 4 + 1024
+    """Bytes of workgroup memory, at most: queries and keys or sums, scores of lanes and keys, weights, lanes.glsl's."""
+    return max((heads + 8) * (head_dim // 4 + 1), heads * 128) * 16 + heads * CHUNK * (8 + 2) * 4 + 1024
 
 
 def _cases() -> list[Case]:
