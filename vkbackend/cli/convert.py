@@ -35,11 +35,12 @@ def add(commands: Commands) -> None:
         help="only the MTP block, as mtp-*.gguf; default: trunk and block in one file",
     )
     parts.add_argument("--no-mtp", dest="mtp", action="store_const", const="without", help="only the trunk")
+    parser.add_argument("--force", action="store_true", help="replace the file if it is there already")
 
 
 def run(args: argparse.Namespace) -> int:
     from vkbackend.model.convert import convert
 
     progress = Progress("writing") if sys.stderr.isatty() else None
-    print(convert(args.folder, args.out, args.type, args.mtp, progress))
+    print(convert(args.folder, args.out, args.type, args.mtp, progress, args.force))
     return 0
