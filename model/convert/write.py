@@ -37,7 +37,8 @@ def convert(
 ) -> Path:
     """Converts a Qwen3.5, Qwen3.5-MoE or Qwen3-Next checkpoint in safetensors files, and returns the file's path.
 
-    out: a file or an existing folder; default: the current folder. A name is made of the checkpoint's and the type.
+    out: a file when it ends in .gguf, else a folder, made if missing; default: the current folder. In a folder, a
+    name is made of the checkpoint's and the type.
     type: "f32", "f16", "bf16" or "q8_0"; default: the type in which the checkpoint holds its embeddings. Vectors,
     convolutions and routers stay float32, rows that q8_0's blocks do not divide become f16.
     mtp: "with": the MTP block too, if the checkpoint has one; "without": a made name then has -no-mtp; "only": the
@@ -62,6 +63,7 @@ def convert(
         raise ModelError(f"{path}: is part of the checkpoint; give another name for the GGUF file")
     if path.exists() and not force:
         raise ModelError(f"{path}: is there already; give another name with -o, or replace it with --force")
+    _make_folder(path.parent)
     part = path.with_name(path.name + ".part")
     writer = gguf.GGUFWriter(part, config.arch)
     try:
@@ -107,13 +109,23 @@ def _own_type(tensor: StoredTensor) -> str:
 
 
 def _path(folder: Path, out: str | Path | None, kind: str, mtp: str) -> Path:
+    """The file to write: `out` itself where it names a GGUF file, else one in the folder `out`."""
     path = Path(out) if out is not None else Path()
-    if path.is_dir():
+    if path.suffix.lower() != ".gguf" or path.is_dir():
         part = "-no-mtp" if mtp == "without" else ""
         path = path / f"{folder.resolve().name}{part}-{kind.upper()}.gguf"
     if mtp == "only" and not path.name.startswith("mtp-"):
         path = path.with_name("mtp-" + path.name)
     return path
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ModelError(
+            f"{folder}: is no folder, and none can be made there; -o takes a folder, or the name of a .gguf file"
+        ) from error
 
 
 def _type(p: Planned, kind: str) -> Any:

@@ -32,6 +32,10 @@ def test_types() -> None:
         (["--outtype", "bf16", "--mtp"], "mtp-Tiny-1B-BF16.gguf"),
         (["--type", "f16", "--no-mtp"], "Tiny-1B-no-mtp-F16.gguf"),
         (["-o", "x.gguf", "--no-mtp"], "x.gguf"),
+        (["-o", "models"], "models/Tiny-1B-F32.gguf"),
+        (["-o", "models/"], "models/Tiny-1B-F32.gguf"),
+        (["-o", "new/Tiny.v2"], "new/Tiny.v2/Tiny-1B-F32.gguf"),
+        (["-o", "new/sub/x.GGUF", "--mtp"], "new/sub/mtp-x.GGUF"),
     ],
 )
 def test_the_path_is_printed(folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], path: str) -> None:
@@ -62,6 +66,15 @@ def test_a_file_is_replaced_only_by_force(folder: Path, capsys: pytest.CaptureFi
     assert path.read_bytes() == b"mine"
     assert main(["convert", str(folder), "--force"]) == 0
     assert path.read_bytes()[:4] == b"GGUF"
+
+
+@pytest.mark.parametrize("out", ["x.txt", "x.txt/models", "x.txt/x.gguf"])
+def test_a_file_is_no_folder(folder: Path, capsys: pytest.CaptureFixture[str], out: str) -> None:
+    (folder.parent / "x.txt").write_bytes(b"mine")
+    assert main(["convert", str(folder), "-o", out]) == 1
+    err = capsys.readouterr().err
+    assert "x.txt" in err and err.endswith("-o takes a folder, or the name of a .gguf file\n")
+    assert (folder.parent / "x.txt").read_bytes() == b"mine"
 
 
 def test_a_converted_file_runs_with_its_separate_block(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,11 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("folder", metavar="HF_DIR", type=Path, help="the folder with config.json and the weights")
     parser.add_argument(
-        "-o", "--out", metavar="OUT", type=Path, help="file or folder (default: HF_DIR's name and the type, here)"
+        "-o",
+        "--out",
+        metavar="OUT",
+        type=Path,
+        help="a .gguf file, or a folder, made if missing (default: here, named after HF_DIR and the type)",
     )
     parser.add_argument(
         "--outtype", "--type", dest="type", choices=TYPES, help="type of the matrices (default: the checkpoint's own)"
