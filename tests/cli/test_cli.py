@@ -68,6 +68,16 @@ def test_stats_on_demand(run: Run, demo_file: Path) -> None:
     assert status == 0
     for part in ("numpy (NumPy", "tok/s", "tokens per step", "accepted"):
         assert part in err
+    assert "running on NumPy" not in err  # as was asked for
+
+
+def test_stats_say_why_auto_took_no_gpu(run: Run, demo_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(prefix: str) -> list[object]:
+        raise DeviceError("the Vulkan loader found no driver")
+
+    monkeypatch.setattr("vkbackend.device.probe.vulkan_devices", none)
+    status, _, err = run("generate", "-m", demo_file, "-p", "It was", "-n", 2, "-c", 64, "--stats")
+    assert status == 0 and err.endswith("running on NumPy: the Vulkan loader found no driver\n")
 
 
 def test_prompt_from_file_ids_and_stdin(

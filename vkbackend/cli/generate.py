@@ -89,7 +89,9 @@ def run(args: argparse.Namespace) -> int:
     info = pieces.device
     device = f"{info.name} ({info.description})"
     if args.stats or sys.stderr.isatty():
-        print(*result.stats.lines(device), *filter(None, [note(info)]), sep="\n", file=sys.stderr)
+        # Whoever names numpy knows that it is no GPU.
+        remark = "" if args.device == "numpy" else note(info)
+        print(*result.stats.lines(device), *filter(None, [remark]), sep="\n", file=sys.stderr)
     if args.json:
         print_json(
             {
