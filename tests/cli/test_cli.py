@@ -277,6 +277,23 @@ def test_devices(run: Run) -> None:
     assert [d["name"] for d in listed] == [d.name for d in vkb.devices()]
 
 
+HAVE_NONE = "the Vulkan drivers here have none; install your GPU's driver, or a CPU one"
+
+
+@pytest.mark.parametrize("why", ["the Vulkan loader found no driver; install one", ""])
+def test_devices_say_why_there_is_none_of_vulkan(run: Run, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    def none(prefix: str) -> list[object]:
+        if why:
+            raise DeviceError(why)
+        return []
+
+    monkeypatch.setattr("vkbackend.device.probe.vulkan_devices", none)
+    status, out, err = run("devices")
+    assert status == 0 and [line.split()[0] for line in out.splitlines()] == ["NAME", "numpy"]
+    assert err == f"no Vulkan device: {why or HAVE_NONE}\n"
+    assert [d["name"] for d in json.loads(run("devices", "--json")[1])["devices"]] == ["numpy"]
+
+
 def test_inspect(run: Run, demo_file: Path) -> None:
     status, out, _ = run("inspect", demo_file)
     assert status == 0
