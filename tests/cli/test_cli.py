@@ -195,6 +195,15 @@ def test_wrong_usage(run: Run, arguments: list[str], message: str) -> None:
     assert message in err
 
 
+@pytest.mark.parametrize("command", ["generate --demo -p x", "devices", "inspect x", "convert x", "bench --demo"])
+def test_an_unknown_option_shows_the_usage_of_its_command(run: Run, command: str) -> None:
+    status, out, err = run(*command.split(), "--nonsense", "--odd=1")
+    assert (status, out) == (2, "")
+    name = command.split()[0]
+    assert err.startswith(f"usage: vkbackend {name} ")
+    assert err.endswith(f"vkbackend {name}: error: unrecognized arguments: --nonsense --odd=1\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

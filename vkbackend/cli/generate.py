@@ -116,10 +116,13 @@ def _parse_ids(text: str) -> list[int]:
 
 
 def read_text(name: str) -> str:
-    """A UTF-8 text file, or standard input for "-". Raises `VkBackendError` when it is not UTF-8."""
+    """A UTF-8 text file, or standard input for "-". Raises `VkBackendError` when it can not be read or is not UTF-8."""
     from vkbackend.errors import VkBackendError
 
-    data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        raise VkBackendError(f"{name}: the prompt can not be read: {error.strerror or error}") from None
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
