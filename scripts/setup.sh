@@ -123,5 +123,10 @@ if ! .venv/bin/python -c "import kp" 2>/dev/null; then
 fi
 say "installing vkbackend and its Python packages"
 pip install -e ".[kompute,vulkan,test]"
+# setuptools finds an editable package with several folders only after the path was searched, and there the clone itself
+# is in the way for Python run beside it: a folder vkbackend, taken for a namespace package. A real package on the path
+# comes before any namespace; the link lies alone in its folder, so that nothing else can be imported by it.
+mkdir -p .venv/import && ln -sfn ../../vkbackend .venv/import/vkbackend
+echo "$PWD/.venv/import" >"$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vkbackend.pth"
 build_shaders
 say "done"
