@@ -113,6 +113,27 @@ def test_the_example_by_hand(op_module: ModuleType) -> None:
     exec(compile(block, str(DOC), "exec"), {})
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import numpy as np\n\nX = np.nonsense\n", "line 3: can not be imported: AttributeError: module"),
+        ("import nonsense_that_is_nowhere\n", "line 1: can not be imported: ModuleNotFoundError: No mod"),
+        ("def op(:\n", "line 1: can not be imported: SyntaxError: invalid syntax"),
+    ],
+)
+def test_a_mistake_in_an_op_is_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    (tmp_path / "broken.py").write_text(text)
+    (tmp_path / "before.py").write_text("import vkbackend.ops.broken\n")  # imported first, and not at fault
+    monkeypatch.setattr(vkbackend.ops, "__path__", [*vkbackend.ops.__path__, str(tmp_path)])
+    importlib.invalidate_caches()
+    assert main(["test-ops", "--device", "numpy"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"vkbackend test-ops: ops/broken.py, {message}") and err.count("\n") == 1
+    assert err.endswith("; correct or remove the file\n")
+
+
 def test_files_that_the_page_names_are_there() -> None:
     named = re.findall(r"\b((?:docs|tests|shaders|vkbackend|model|spec)/[\w/.-]+\.\w+)", DOC.read_text())
     assert {"docs/design.md", "tests/ops/test_cases.py"} <= set(named)
