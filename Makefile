@@ -13,6 +13,7 @@ demo: setup
 	@echo "--- the same text with speculation: the model's own MTP block drafts, the trunk verifies"
 	.venv/bin/vkbackend generate --demo --device $(DEVICE) -p "$(PROMPT)" -n 64 --temp 0.7 --top-p 0.9 --seed 7 --stats \
 		--spec-type draft-mtp --spec-draft-n-max 3
+	@echo "--- fewer steps are less time on a GPU; on a CPU driver (as the device line says) speculation costs time"
 
 test: setup lint
 	.venv/bin/python -m pytest -q

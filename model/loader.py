@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vkbackend.device import Device, open_device
 from vkbackend.device.pace import Pace
-from vkbackend.errors import ContextError, DeviceError, ModelError
+from vkbackend.errors import ContextError, DeviceError, ModelError, is_whole, shown
 from vkbackend.model.burst import Burst, DraftBurst, PlainBurst
 from vkbackend.model.context import Context
 from vkbackend.model.gguf import GGUFFile
@@ -73,7 +73,7 @@ class Model:
             raise ModelError(
                 "this file holds an MTP block only (mtp-*.gguf); load the main model with draft= this file"
             )
-        _check_sizes(n_ctx, n_seq_max, n_rs_seq)
+        check_sizes(n_ctx, n_seq_max, n_rs_seq)
         if hidden is not None:
             _check_hidden(hidden)
         hp = self.hparams
@@ -106,7 +106,7 @@ class Model:
                 f"this model has no MTP block ({self.arch}.nextn_predict_layers is 0); load a file that has one, or "
                 "give a separate mtp-*.gguf as draft="
             )
-        _check_sizes(n_ctx, n_seq_max, 0)
+        check_sizes(n_ctx, n_seq_max, 0)
         _check_hidden(hidden)
         hp = self._mtp.hp
         shape = MemoryShape(1, 0, n_seq_max, n_ctx, 0, hp.n_head_kv, hp.head_dim)
@@ -147,8 +147,13 @@ def load(
     With "auto", a device that fails while the weights are loaded, or later while `generate` runs, is replaced by NumPy
     with a warning. Raises `ModelError` naming the file and the key or tensor, or `DeviceError`.
     """
-    if n_ubatch < 1:
-        raise ContextError(f"n_ubatch is {n_ubatch}; at least 1 is needed")
+    if not is_whole(n_ubatch) or n_ubatch < 1:
+        raise ContextError(f"n_ubatch is {shown(n_ubatch)}; a whole number of at least 1 is needed")
+    if not isinstance(device, str) and not hasattr(device, "compile"):
+        raise DeviceError(
+            f"device is {shown(device)}; 'auto', a name such as 'kompute:0' (see: vkbackend devices) or an open device "
+            "is needed"
+        )
     file = open_model(path)
     hp = read_hparams(file)
     if hp.arch == "qwen3next":
@@ -203,10 +208,11 @@ def _mtp_source(file: GGUFFile, hp: HParams, draft: str | Path | None) -> tuple[
     return other, draft_hp
 
 
-def _check_sizes(n_ctx: int, n_seq_max: int, n_rs_seq: int) -> None:
+def check_sizes(n_ctx: int, n_seq_max: int = 1, n_rs_seq: int = 0) -> None:
+    """Raises `ContextError` for sizes of a context that are no whole numbers, or too small."""
     for name, value, least in (("n_ctx", n_ctx, 1), ("n_seq_max", n_seq_max, 1), ("n_rs_seq", n_rs_seq, 0)):
-        if value < least:
-            raise ContextError(f"context: {name} is {value}; at least {least} is needed")
+        if not is_whole(value) or value < least:
+            raise ContextError(f"context: {name} is {shown(value)}; a whole number of at least {least} is needed")
 
 
 def _check_hidden(hidden: str) -> None:

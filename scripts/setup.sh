@@ -12,7 +12,7 @@ shaders_key=$(cat shaders/*.comp shaders/include/*.glsl shaders/*.py vkbackend/o
     cksum | tr ' ' -)
 
 build_shaders() {
-    say "compiling shaders"
+    say "compiling shaders (about 570 the first time: a few minutes; later what has changed)"
     .venv/bin/python -m vkbackend.shaders.build
     printf '%s\n' "$key" "$shaders_key" "$PWD" >"$stamp"
 }
@@ -108,12 +108,13 @@ if [ ! -d .venv ]; then
 fi
 quietly() { "$@" >>"$log" 2>&1 || { tail -n 40 "$log" >&2; say "failed: $* (all of it: $log)"; exit 1; }; }
 pip() { quietly .venv/bin/python -m pip --disable-pip-version-check "$@"; }
+say "fetching pip, setuptools and wheel"
 pip install --upgrade "pip>=23" "setuptools>=77" wheel
 
 # kp 0.9.0 has no wheels; without these switches its build downloads fmt, pybind11 and the Vulkan headers. The venv
 # comes first on the PATH, or CMake may build the module for another Python.
 if ! .venv/bin/python -c "import kp" 2>/dev/null; then
-    say "building Kompute's Python module (one to three minutes)"
+    say "building Kompute's Python module (once: one to four minutes)"
     venv=$PWD/.venv
     quietly env VIRTUAL_ENV="$venv" PATH="$venv/bin:$PATH" \
         KOMPUTE_OPT_INSTALL=OFF KOMPUTE_OPT_USE_BUILT_IN_FMT=OFF KOMPUTE_OPT_USE_BUILT_IN_PYBIND11=OFF \
@@ -121,7 +122,12 @@ if ! .venv/bin/python -c "import kp" 2>/dev/null; then
         "$venv/bin/python" -m pip --disable-pip-version-check install --no-cache-dir "kp==0.9.0" "numpy<2"
     .venv/bin/python -c "import kp" || { say "kp was built but can not be imported"; exit 1; }
 fi
-say "installing vkbackend and its Python packages"
+say "fetching and installing vkbackend's Python packages (once: half a minute and more, as the network is)"
 pip install -e ".[kompute,vulkan,test]"
+# setuptools finds an editable package with several folders only after the path was searched, and there the clone itself
+# is in the way for Python run beside it: a folder vkbackend, taken for a namespace package. A real package on the path
+# comes before any namespace; the link lies alone in its folder, so that nothing else can be imported by it.
+mkdir -p .venv/import && ln -sfn ../../vkbackend .venv/import/vkbackend
+echo "$PWD/.venv/import" >"$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vkbackend.pth"
 build_shaders
 say "done"

@@ -14,16 +14,15 @@ tokens before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from vkbackend.errors import ContextError, DeviceError, VkBackendError
+from vkbackend.errors import ContextError, DeviceError, VkBackendError, is_whole, shown
 from vkbackend.model.batch import Batch
+from vkbackend.model.loader import check_sizes
 from vkbackend.spec.draft_mtp import MTPSpeculator
 from vkbackend.spec.sampling import Sampler, Sampling
 from vkbackend.spec.speculator import DraftRequest, SpeculatorSettings
@@ -57,6 +56,7 @@ class Session:
     """
 
     def __init__(self, model: Model, spec: SpeculatorSettings | None = None, n_ctx: int = 4096) -> None:
+        _check_spec(spec)
         self._spec, self._n_ctx = spec, n_ctx
         self._open(model)
 
@@ -328,8 +328,8 @@ def generate(
     `ignore_eos`), a stop string is complete, or the context of `n_ctx` tokens is full. sampling: greedy by default.
     spec: a speculator such as `DraftMTP()`, None for plain decoding; it changes speed, never what comes out. stop:
     strings that end the text and are not part of it.
-    Raises `ContextError`, before anything runs, for an empty or too long prompt, ids outside the vocabulary and
-    numbers out of range; `ModelError` when the speculator needs what the model lacks.
+    Raises `ContextError`, before anything runs, for an empty or too long prompt, ids outside the vocabulary,
+    numbers out of range and arguments of another type; `ModelError` when the speculator needs what the model lacks.
     """
     return stream(model, prompt, max_tokens, sampling, spec, stop, n_ctx, ignore_eos).result()
 
@@ -348,18 +348,21 @@ def stream(
 
     Joined, the pieces are exactly `generate(...).text`. Errors in the arguments are raised at once.
     """
+    check_sizes(n_ctx)
     ids = check_prompt(model, prompt, n_ctx)
     return Session(model, spec, n_ctx).stream(ids, max_tokens, sampling, stop, ignore_eos)
 
 
 def check_prompt(model: Model, prompt: str | Sequence[int], n_ctx: int) -> list[int]:
     """The prompt's token ids. Raises `ContextError` when there are none, too many, or some outside the vocabulary."""
+    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
+        raise ContextError(f"generate: the prompt is of type {type(prompt).__name__}; a str or token ids are needed")
     ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     n_vocab = model.hparams.n_vocab
     if not ids:
         raise ContextError("generate: the prompt is empty; give at least one token")
     for i, token in enumerate(ids):
-        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+        if not is_whole(token):
             raise ContextError(f"generate: prompt token {i} is {token!r}; ids must be whole numbers")
         if not 0 <= token < n_vocab:
             raise ContextError(f"generate: prompt token {i} is {token}; allowed are 0..{n_vocab - 1}")
@@ -371,8 +374,14 @@ def check_prompt(model: Model, prompt: str | Sequence[int], n_ctx: int) -> list[
     return [int(i) for i in ids]
 
 
+def _check_spec(spec: object) -> None:
+    """Raises `ContextError` for what is no speculator: its name, or the class itself."""
+    if spec is not None and (isinstance(spec, type) or not hasattr(spec, "start")):
+        raise ContextError(f"generate: spec is {shown(spec)}; a speculator such as vkb.DraftMTP(), or None, is needed")
+
+
 def check_max_tokens(max_tokens: int) -> int:
     """max_tokens as given. Raises `ContextError` when it is not a whole number of 0 or more."""
-    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int | np.integer) or max_tokens < 0:
+    if not is_whole(max_tokens) or max_tokens < 0:
         raise ContextError(f"generate: max_tokens is {max_tokens!r}; a whole number of 0 or more is needed")
     return int(max_tokens)

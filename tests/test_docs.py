@@ -39,6 +39,8 @@ def op_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Modul
     ops.mkdir()
     shaders.mkdir()
     for entry in compiler.SOURCE_DIR.iterdir():
+        if f"shaders/{entry.name}" in files():
+            continue  # of a reader who followed the page: not to be written through the link
         if entry.suffix == ".comp" or entry.name == "include":
             (shaders / entry.name).symlink_to(entry)
     for path, text in files().items():
@@ -48,17 +50,21 @@ def op_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Modul
     monkeypatch.setattr(vkbackend.ops, "__path__", [*vkbackend.ops.__path__, str(ops)])
     monkeypatch.setenv("VKBACKEND_CACHE", str(tmp_path / "cache"))
     compiler._sources.cache_clear()
+    real = sys.modules.get(f"vkbackend.ops.{NAME}")  # of a reader who followed the page
     module = importlib.import_module(f"vkbackend.ops.{NAME}")
     monkeypatch.setattr(vkbackend.ops, NAME, eager(module, NAME))  # as the package does when it is imported
     yield module
-    sys.modules.pop(f"vkbackend.ops.{NAME}")
+    if real is None:
+        sys.modules.pop(f"vkbackend.ops.{NAME}")
     compiler._sources.cache_clear()
 
 
 def test_the_page_holds_one_shader_and_one_module() -> None:
     assert sorted(files()) == [f"shaders/{NAME}.comp", f"vkbackend/ops/{NAME}.py"]
-    # The example must not have become a real op: its files would hide the page's.
-    assert not (compiler.SOURCE_DIR / f"{NAME}.comp").exists() and NAME not in vkbackend.ops.op_names()
+    # Where a reader followed the page, the module beside the other ops is imported: it must be the page's.
+    for path, text in files().items():
+        file = DOC.parents[1] / path
+        assert not file.exists() or file.read_text() == text, f"{path} hides that of {DOC.name}: delete it"
 
 
 def test_the_op_is_found_by_itself(op_module: ModuleType) -> None:
@@ -105,6 +111,27 @@ def test_the_command_on_the_page(op_module: ModuleType, capsys: pytest.CaptureFi
 def test_the_example_by_hand(op_module: ModuleType) -> None:
     (block,) = re.findall(r"By hand.*?```python\n(.*?)^```$", DOC.read_text(), re.MULTILINE | re.DOTALL)
     exec(compile(block, str(DOC), "exec"), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import numpy as np\n\nX = np.nonsense\n", "line 3: can not be imported: AttributeError: module"),
+        ("import nonsense_that_is_nowhere\n", "line 1: can not be imported: ModuleNotFoundError: No mod"),
+        ("def op(:\n", "line 1: can not be imported: SyntaxError: invalid syntax"),
+    ],
+)
+def test_a_mistake_in_an_op_is_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    (tmp_path / "broken.py").write_text(text)
+    (tmp_path / "before.py").write_text("import vkbackend.ops.broken\n")  # imported first, and not at fault
+    monkeypatch.setattr(vkbackend.ops, "__path__", [*vkbackend.ops.__path__, str(tmp_path)])
+    importlib.invalidate_caches()
+    assert main(["test-ops", "--device", "numpy"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"vkbackend test-ops: ops/broken.py, {message}") and err.count("\n") == 1
+    assert err.endswith("; correct or remove the file\n")
 
 
 def test_files_that_the_page_names_are_there() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sized
+from numbers import Integral
 
 
 class VkBackendError(Exception):
@@ -38,3 +39,8 @@ def shown(value: object) -> str:
     values = getattr(value, "tolist", lambda: value)() if len(value) <= 8 else None
     short = isinstance(values, list) and all(isinstance(v, bool | int | float) for v in values)
     return repr(values) if short else f"an array of {len(value)}"
+
+
+def is_whole(value: object) -> bool:
+    """Whether an argument is a whole number, Python's or NumPy's; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -33,17 +33,21 @@ def convert(
     type: str | None = None,
     mtp: str = "with",
     progress: Progress | None = None,
+    force: bool = False,
 ) -> Path:
     """Converts a Qwen3.5, Qwen3.5-MoE or Qwen3-Next checkpoint in safetensors files, and returns the file's path.
 
-    out: a file or an existing folder; default: the current folder. A name is made of the checkpoint's and the type.
+    out: a file when it ends in .gguf, else a folder, made if missing; default: the current folder. In a folder, a
+    name is made of the checkpoint's and the type.
     type: "f32", "f16", "bf16" or "q8_0"; default: the type in which the checkpoint holds its embeddings. Vectors,
     convolutions and routers stay float32, rows that q8_0's blocks do not divide become f16.
-    mtp: "with": the MTP block too, if the checkpoint has one; "without"; "only": the block with embeddings and head,
-    the file's name then begins with mtp-. progress: called with (bytes written, bytes to write).
+    mtp: "with": the MTP block too, if the checkpoint has one; "without": a made name then has -no-mtp; "only": the
+    block with embeddings and head, the file's name then begins with mtp-. progress: called with (bytes written, bytes
+    to write). force: replace a file of that name.
 
     Memory does not grow with the checkpoint. The file appears under its name once it is complete. Raises `ModelError`
-    for whatever is wrong with the checkpoint, `OSError` when the file can not be written.
+    for whatever is wrong with the checkpoint and, without `force`, when the file is there already; `OSError` when it
+    can not be written.
     """
     folder = Path(folder)
     tensors = open_checkpoint(folder)
@@ -54,9 +58,12 @@ def convert(
     if kind not in TYPES:
         raise ModelError(f"type {kind!r} can not be written; {', '.join(TYPES)} can")
     vocabulary = read_vocabulary(folder, config.n_vocab)
-    path = _path(folder, out, kind, mtp == "only")
+    path = _path(folder, out, kind, mtp)
     if any(path.resolve() == t.path.resolve() for t in tensors.values()):
         raise ModelError(f"{path}: is part of the checkpoint; give another name for the GGUF file")
+    if path.exists() and not force:
+        raise ModelError(f"{path}: is there already; give another name with -o, or replace it with --force")
+    _make_folder(path.parent)
     part = path.with_name(path.name + ".part")
     writer = gguf.GGUFWriter(part, config.arch)
     try:
@@ -101,13 +108,24 @@ def _own_type(tensor: StoredTensor) -> str:
     return _STORED_AS.get(tensor.dtype, "f16")
 
 
-def _path(folder: Path, out: str | Path | None, kind: str, mtp_only: bool) -> Path:
+def _path(folder: Path, out: str | Path | None, kind: str, mtp: str) -> Path:
+    """The file to write: `out` itself where it names a GGUF file, else one in the folder `out`."""
     path = Path(out) if out is not None else Path()
-    if path.is_dir():
-        path = path / f"{folder.resolve().name}-{kind.upper()}.gguf"
-    if mtp_only and not path.name.startswith("mtp-"):
+    if path.suffix.lower() != ".gguf" or path.is_dir():
+        part = "-no-mtp" if mtp == "without" else ""
+        path = path / f"{folder.resolve().name}{part}-{kind.upper()}.gguf"
+    if mtp == "only" and not path.name.startswith("mtp-"):
         path = path.with_name("mtp-" + path.name)
     return path
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ModelError(
+            f"{folder}: is no folder, and none can be made there; -o takes a folder, or the name of a .gguf file"
+        ) from error
 
 
 def _type(p: Planned, kind: str) -> Any:

@@ -68,6 +68,16 @@ def test_stats_on_demand(run: Run, demo_file: Path) -> None:
     assert status == 0
     for part in ("numpy (NumPy", "tok/s", "tokens per step", "accepted"):
         assert part in err
+    assert "running on NumPy" not in err  # as was asked for
+
+
+def test_stats_say_why_auto_took_no_gpu(run: Run, demo_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(prefix: str) -> list[object]:
+        raise DeviceError("the Vulkan loader found no driver")
+
+    monkeypatch.setattr("vkbackend.device.probe.vulkan_devices", none)
+    status, _, err = run("generate", "-m", demo_file, "-p", "It was", "-n", 2, "-c", 64, "--stats")
+    assert status == 0 and err.endswith("running on NumPy: the Vulkan loader found no driver\n")
 
 
 def test_prompt_from_file_ids_and_stdin(
@@ -185,6 +195,15 @@ def test_wrong_usage(run: Run, arguments: list[str], message: str) -> None:
     assert message in err
 
 
+@pytest.mark.parametrize("command", ["generate --demo -p x", "devices", "inspect x", "convert x", "bench --demo"])
+def test_an_unknown_option_shows_the_usage_of_its_command(run: Run, command: str) -> None:
+    status, out, err = run(*command.split(), "--nonsense", "--odd=1")
+    assert (status, out) == (2, "")
+    name = command.split()[0]
+    assert err.startswith(f"usage: vkbackend {name} ")
+    assert err.endswith(f"vkbackend {name}: error: unrecognized arguments: --nonsense --odd=1\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -265,6 +284,23 @@ def test_devices(run: Run) -> None:
     assert any(line.split()[:2] == ["numpy", "reference"] for line in out.splitlines())
     listed = json.loads(run("devices", "--json")[1])["devices"]
     assert [d["name"] for d in listed] == [d.name for d in vkb.devices()]
+
+
+HAVE_NONE = "the Vulkan drivers here have none; install your GPU's driver, or a CPU one"
+
+
+@pytest.mark.parametrize("why", ["the Vulkan loader found no driver; install one", ""])
+def test_devices_say_why_there_is_none_of_vulkan(run: Run, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    def none(prefix: str) -> list[object]:
+        if why:
+            raise DeviceError(why)
+        return []
+
+    monkeypatch.setattr("vkbackend.device.probe.vulkan_devices", none)
+    status, out, err = run("devices")
+    assert status == 0 and [line.split()[0] for line in out.splitlines()] == ["NAME", "numpy"]
+    assert err == f"no Vulkan device: {why or HAVE_NONE}\n"
+    assert [d["name"] for d in json.loads(run("devices", "--json")[1])["devices"]] == ["numpy"]
 
 
 def test_inspect(run: Run, demo_file: Path) -> None:

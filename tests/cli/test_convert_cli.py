@@ -11,6 +11,7 @@ from hf_checkpoint import tiny, write_checkpoint
 import vkbackend as vkb
 from vkbackend.cli import convert, main
 from vkbackend.model.convert import TYPES
+from vkbackend.spec.model_files import choose_main, file_type, find_draft, has_block
 
 
 @pytest.fixture
@@ -29,13 +30,51 @@ def test_types() -> None:
         ([], "Tiny-1B-F32.gguf"),
         (["--type", "q8_0"], "Tiny-1B-Q8_0.gguf"),
         (["--outtype", "bf16", "--mtp"], "mtp-Tiny-1B-BF16.gguf"),
+        (["--type", "f16", "--no-mtp"], "Tiny-1B-no-mtp-F16.gguf"),
         (["-o", "x.gguf", "--no-mtp"], "x.gguf"),
+        (["-o", "models"], "models/Tiny-1B-F32.gguf"),
+        (["-o", "models/"], "models/Tiny-1B-F32.gguf"),
+        (["-o", "new/Tiny.v2"], "new/Tiny.v2/Tiny-1B-F32.gguf"),
+        (["-o", "new/sub/x.GGUF", "--mtp"], "new/sub/mtp-x.GGUF"),
     ],
 )
 def test_the_path_is_printed(folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], path: str) -> None:
     assert main(["convert", str(folder), *arguments]) == 0
     out, err = capsys.readouterr()
     assert (out, err) == (path + "\n", "") and (folder.parent / path).is_file()
+
+
+def test_the_trunk_alone_is_a_file_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["--no-mtp"], ["--mtp"]):
+        assert main(["convert", str(folder), "--type", "q8_0", *arguments]) == 0
+    whole, trunk, block = capsys.readouterr().out.split()
+    assert [has_block(Path(p)) for p in (whole, trunk, block)] == [True, False, True]
+    # Whoever looks for a model in that folder or a repository like it takes the whole one; the trunk is a model too.
+    assert choose_main([trunk, block, whole], "Q8_0") == choose_main([trunk, block, whole]) == whole
+    assert choose_main([trunk, block]) == trunk and file_type(trunk) == "q8_0"
+    assert find_draft(folder.parent / trunk) == folder.parent / block
+
+
+def test_a_file_is_replaced_only_by_force(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder.parent / "Tiny-1B-F32.gguf"
+    path.write_bytes(b"mine")
+    assert main(["convert", str(folder)]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err == (
+        "vkbackend convert: Tiny-1B-F32.gguf: is there already; give another name with -o, or replace it with --force\n"
+    )
+    assert path.read_bytes() == b"mine"
+    assert main(["convert", str(folder), "--force"]) == 0
+    assert path.read_bytes()[:4] == b"GGUF"
+
+
+@pytest.mark.parametrize("out", ["x.txt", "x.txt/models", "x.txt/x.gguf"])
+def test_a_file_is_no_folder(folder: Path, capsys: pytest.CaptureFixture[str], out: str) -> None:
+    (folder.parent / "x.txt").write_bytes(b"mine")
+    assert main(["convert", str(folder), "-o", out]) == 1
+    err = capsys.readouterr().err
+    assert "x.txt" in err and err.endswith("-o takes a folder, or the name of a .gguf file\n")
+    assert (folder.parent / "x.txt").read_bytes() == b"mine"
 
 
 def test_a_converted_file_runs_with_its_separate_block(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,6 +162,20 @@ def test_stats_add_up(demo: Model, spec: vkb.DraftMTP | None) -> None:
     )
 
 
+@pytest.mark.parametrize("sizes", [{"n_ctx": "4"}, {"n_ctx": 4.0}, {"n_seq_max": True}, {"n_rs_seq": None}])
+def test_sizes_of_a_context_are_whole_numbers(demo: Model, sizes: dict[str, Any]) -> None:
+    for make in (demo.context, *([demo.mtp_context] if "n_rs_seq" not in sizes else [])):
+        with pytest.raises(vkb.ContextError, match=r"context: n_\w+ is .*; a whole number of at least \d is needed"):
+            make(**sizes)
+    assert demo.context(n_ctx=np.int64(4)).n_ctx == 4
+
+
+@pytest.mark.parametrize("device", [None, 0, b"numpy"])
+def test_what_is_no_device(device: Any) -> None:
+    with pytest.raises(vkb.DeviceError, match=r"device is .*; 'auto', a name such as 'kompute:0'"):
+        vkb.load("never opened.gguf", device=device)
+
+
 def test_poor_acceptance_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     poor, good = Stats(), Stats()
     with caplog.at_level(logging.WARNING, logger="vkbackend"):
@@ -189,6 +203,13 @@ def test_poor_acceptance_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
         ({"max_tokens": -1}, "max_tokens is -1"),
         ({"max_tokens": 1.5}, "max_tokens is 1.5"),
         ({"stop": [""]}, "stop string 0"),
+        ({"prompt": None}, "prompt is of type NoneType; a str or token ids"),
+        ({"prompt": b"abc"}, "prompt is of type bytes; a str or token ids"),
+        ({"prompt": 7}, "prompt is of type int; a str or token ids"),
+        ({"spec": "draft-mtp"}, r"spec is 'draft-mtp'; a speculator such as vkb\.DraftMTP\(\)"),
+        ({"spec": vkb.DraftMTP}, r"spec is <class .*DraftMTP'>; a speculator"),
+        ({"n_ctx": "64"}, "n_ctx is '64'; a whole number of at least 1"),
+        ({"n_ctx": 0}, "n_ctx is 0; a whole number of at least 1"),
     ],
 )
 def test_bad_arguments_reach_no_device(

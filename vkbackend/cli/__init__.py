@@ -22,7 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(out, "reconfigure"):
             out.reconfigure(errors="replace")
     try:
-        args = parser.parse_args(argv)
+        args, unknown = parser.parse_known_args(argv)
+        if unknown:  # argparse itself would show the usage of all sub-commands
+            parser = args.parser
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     except SystemExit as end:  # argparse has printed why
         return int(end.code or 0)
     try:
@@ -40,15 +43,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except UsageError as error:
-        print(f"vkbackend {args.command}: {one_line(error)}", file=sys.stderr)
+        complain(args.command, error)
         return 2
     except (VkBackendError, OSError, MemoryError) as error:
-        print(f"vkbackend {args.command}: {one_line(error) or type(error).__name__}", file=sys.stderr)
+        complain(args.command, error)
         return 1
 
 
 class UsageError(Exception):
     """The command line asks for something that does not exist or does not go together."""
+
+
+def complain(command: str, error: BaseException) -> None:
+    """Prints an error on one line of stderr. What the library calls `generate: ...` names the sub-command once."""
+    text = one_line(error).removeprefix(f"{command}: ")
+    print(f"vkbackend {command}: {text or type(error).__name__}", file=sys.stderr)
 
 
 def one_line(error: BaseException) -> str:
@@ -57,7 +66,7 @@ def one_line(error: BaseException) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line; every sub-command sets `run`."""
+    """The parser of the whole command line; every sub-command sets `run` and `parser`, its own."""
     from vkbackend import __version__
     from vkbackend.cli import bench, check_ops, convert, devices, generate, inspect
 

@@ -28,7 +28,7 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """A sub-command's parser."""
     parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
     return parser
 
 

@@ -89,7 +89,9 @@ def run(args: argparse.Namespace) -> int:
     info = pieces.device
     device = f"{info.name} ({info.description})"
     if args.stats or sys.stderr.isatty():
-        print(*result.stats.lines(device), *filter(None, [note(info)]), sep="\n", file=sys.stderr)
+        # Whoever names numpy knows that it is no GPU.
+        remark = "" if args.device == "numpy" else note(info)
+        print(*result.stats.lines(device), *filter(None, [remark]), sep="\n", file=sys.stderr)
     if args.json:
         print_json(
             {
@@ -114,10 +116,13 @@ def _parse_ids(text: str) -> list[int]:
 
 
 def read_text(name: str) -> str:
-    """A UTF-8 text file, or standard input for "-". Raises `VkBackendError` when it is not UTF-8."""
+    """A UTF-8 text file, or standard input for "-". Raises `VkBackendError` when it can not be read or is not UTF-8."""
     from vkbackend.errors import VkBackendError
 
-    data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        raise VkBackendError(f"{name}: the prompt can not be read: {error.strerror or error}") from None
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

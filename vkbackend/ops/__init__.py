@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import traceback
+from pathlib import Path
 from typing import Any
 
+from vkbackend.errors import VkBackendError
 from vkbackend.ops.eager import eager
 from vkbackend.ops.op import Op
 
@@ -25,7 +28,19 @@ def op_names() -> list[str]:
 
 
 def _module(name: str) -> Any:
-    return importlib.import_module(f"{__name__}.{name}")
+    """A module of this package. Raises `VkBackendError` saying where it fails: every command meets a mistake in one."""
+    try:
+        return importlib.import_module(f"{__name__}.{name}")
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [(f.filename, f.lineno) for f in frames if str(Path(f.filename).parent) in __path__]
+        what = f"{type(error).__name__}: {error}"
+        if isinstance(error, SyntaxError):
+            places, what = [(error.filename or "", error.lineno)], f"{type(error).__name__}: {error.msg}"
+        file, line = places[-1]
+        raise VkBackendError(
+            f"ops/{Path(file).name}, line {line}: can not be imported: {what}; correct or remove the file"
+        ) from error
 
 
 # Importing a module sets it as an attribute of its package; the callable takes that place afterwards.

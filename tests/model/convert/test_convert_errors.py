@@ -81,10 +81,11 @@ def test_arguments(tmp_path: Path, rng: np.random.Generator) -> None:
     config, t = tiny(rng)
     refuse(tmp_path, config, t, "type 'q4_0' can not be written; f32, f16, bf16, q8_0 can", type="q4_0")
     refuse(tmp_path, config, t, "mtp='both'", mtp="both")
+    (tmp_path / "link.gguf").symlink_to(tmp_path / "hf" / "model.safetensors")
     with pytest.raises(ModelError, match="is part of the checkpoint"):
-        convert(tmp_path / "hf", tmp_path / "hf" / "model.safetensors")
-    with pytest.raises(OSError):
-        convert(tmp_path / "hf", tmp_path / "no" / "out.gguf")
+        convert(tmp_path / "hf", tmp_path / "link.gguf", force=True)
+    with pytest.raises(ModelError, match=r"model\.safetensors: is no folder"):
+        convert(tmp_path / "hf", tmp_path / "hf" / "model.safetensors", force=True)
 
 
 def test_folders(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -185,5 +186,5 @@ def test_a_failing_disk_leaves_the_old_file(
             raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        convert(folder, out, progress=progress)
+        convert(folder, out, progress=progress, force=True)
     assert out.read_bytes() == b"old" and sorted(p.name for p in tmp_path.iterdir()) == ["hf", "out.gguf"]

@@ -29,7 +29,7 @@ def published() -> dict[str, Any]:
 
 def keys(folder: Path) -> dict[str, Any]:
     """The tokenizer keys of a converted checkpoint."""
-    return dict(open_gguf(convert(folder, folder.parent / "out.gguf", "f16")).metadata)
+    return dict(open_gguf(convert(folder, folder.parent / "out.gguf", "f16", force=True)).metadata)
 
 
 def test_types_of_tokens(folder: Path) -> None:
