@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import vkbackend.ops
 from vkbackend.device.base import Limits
 from vkbackend.device.copy import COPY_WORDS, FILL_WORDS
+from vkbackend.device.kompute_order import WITNESS
 from vkbackend.device.null import NullDevice
 from vkbackend.ops import all_ops, op_names
 from vkbackend.ops.case import CaseBuilder
@@ -91,7 +92,7 @@ def test_push_words_carry_integers_and_floats(value: float, word: int) -> None:
 
 
 def test_every_shader_file_belongs_to_a_kernel() -> None:
-    used = {k.name for op in all_ops() for k in op.kernels()} | {COPY_WORDS.name, FILL_WORDS.name}
+    used = {k.name for op in all_ops() for k in op.kernels()} | {COPY_WORDS.name, FILL_WORDS.name, WITNESS.name}
     assert {path.stem for path in SOURCE_DIR.glob("*.comp")} == used
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from vkbackend.device.copy import COPY_WORDS, FILL_WORDS
+from vkbackend.device.kompute_order import WITNESS
 from vkbackend.errors import DeviceError
 from vkbackend.ops import all_ops
 from vkbackend.ops.op import Kernel
@@ -18,7 +19,7 @@ from vkbackend.shaders import build as build_module
 from vkbackend.shaders import compiler
 from vkbackend.shaders.compiler import compile_to, content_hash, find_compiler, spirv
 
-KERNELS = sorted({COPY_WORDS, FILL_WORDS, *(k for op in all_ops() for k in op.kernels())}, key=str)
+KERNELS = sorted({COPY_WORDS, FILL_WORDS, WITNESS, *(k for op in all_ops() for k in op.kernels())}, key=str)
 VARIANTS = [False, True]
 # What lowerings ask for only where a device has it: f16 (9), subgroups, Vulkan's memory model, cooperative matrices.
 OPTIONAL = {"linear_matrix": {1, 9, 61, 5345, 6022}}
@@ -257,13 +258,14 @@ def test_the_build_compiles_what_is_missing_and_drops_what_is_old(
     monkeypatch.setattr(build_module, "all_ops", list)
     monkeypatch.setattr(build_module, "COPY_WORDS", Kernel("k"))
     monkeypatch.setattr(build_module, "FILL_WORDS", Kernel("k", 64))
+    monkeypatch.setattr(build_module, "WITNESS", Kernel("k", 32))
     folder = tmp_path / "spv"
-    assert build_module.build(folder) == (4, 0)
-    assert build_module.build(folder) == (0, 4)
+    assert build_module.build(folder) == (6, 0)
+    assert build_module.build(folder) == (0, 6)
     names = {p.name for p in folder.iterdir()}
     next(folder.iterdir()).unlink()
     (folder / "k-0123.spv").write_bytes(b"old")
-    assert build_module.build(folder) == (1, 3)
+    assert build_module.build(folder) == (1, 5)
     assert {p.name for p in folder.iterdir()} == names
 
 
