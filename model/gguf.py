@@ -201,6 +201,8 @@ class _Reader:
 def open_gguf(path: str | Path) -> GGUFFile:
     """Opens a GGUF file. Raises `ModelError` naming the file, the place and the numbers when it is not sound."""
     path = Path(path)
+    if path.is_fifo():  # opening one waits for a writer
+        raise ModelError(f"{path}: is a pipe; a model is read from a file")
     try:
         with path.open("rb") as f:
             data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)

@@ -9,6 +9,7 @@ whole; `SequenceState.first_state` keeps that, and `rollback_depth` and `seq_rm`
 from __future__ import annotations
 
 import enum
+import math
 import struct
 import zlib
 from dataclasses import dataclass
@@ -248,7 +249,7 @@ def _regions(device: Device, wanted: list[tuple[str, tuple[int, ...]]]) -> list[
     sizes: list[int] = []
     homes: list[tuple[int, int]] = []
     for _, shape in wanted:
-        need = -(-int(np.prod(shape)) // ALIGN) * ALIGN
+        need = -(-math.prod(shape) // ALIGN) * ALIGN
         if not sizes or sizes[-1] + need > capacity:
             sizes.append(0)
         homes.append((len(sizes) - 1, sizes[-1]))

@@ -99,18 +99,15 @@ class Tokenizer:
         if len(types) != len(tokens):
             raise meta.error("token_type", f"it has {len(types)} entries for {len(tokens)} tokens")
         ends = [i for key in _END_KEYS if (i := meta.token_id(key, len(tokens))) is not None]
+        merges, add_bos = meta.get("merges", list), meta.get("add_bos_token", bool, False)
+        bos_id = meta.token_id("bos_token_id", len(tokens))
         template = file.metadata.get("tokenizer.chat_template")
-        try:
-            return cls(
-                tokens,
-                meta.get("merges", list),
-                types,
-                pre,
-                ends,
-                meta.get("add_bos_token", bool, False),
-                meta.token_id("bos_token_id", len(tokens)),
-                template if isinstance(template, str) else None,
+        if not isinstance(template, str | None):
+            raise ModelError(
+                f"{file.path}: metadata key 'tokenizer.chat_template' is {shown(template)}; a string is needed"
             )
+        try:
+            return cls(tokens, merges, types, pre, ends, add_bos, bos_id, template)
         except ModelError as error:
             raise ModelError(f"{file.path}: {error}") from error
 

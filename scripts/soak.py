@@ -161,9 +161,8 @@ class Soak:
             for i, prompt in enumerate(self.prompts):
                 for session in sessions:
                     n = len(self.expected[model][i])
-                    self._compare(
-                        model, i, session.stream(prompt, n, ignore_eos=True).result().tokens, f"whole text of prompt {i}"
-                    )
+                    tokens = session.stream(prompt, n, ignore_eos=True).result().tokens
+                    self._compare(model, i, tokens, f"whole text of prompt {i}")
 
     def _compare(self, model: int, prompt: int, got: list[int], name: str) -> None:
         want = self.expected[model][prompt]

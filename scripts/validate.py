@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Runs op cases and texts under Vulkan's validation layer (core, synchronisation, best practices): counts its messages.
 
-    .venv/bin/python scripts/validate.py [--device vulkan|kompute] [--cases N] [-- COMMAND...]
+    .venv/bin/python scripts/validate.py [--device vulkan|kompute] [--cases N]
+    .venv/bin/python scripts/validate.py [--one-by-one [--backwards]] [--log FILE] -- COMMAND...
+    .venv/bin/python scripts/validate.py --one-by-one -- .venv/bin/python -m pytest -q
 
 Needs the layer (Debian: apt install vulkan-validationlayers). Without COMMAND: every op's first N cases (default: all),
 in both variants and, on the direct device, through mapped and through staged memory; then texts of a tiny model, plain
@@ -11,20 +13,28 @@ The layer takes a dispatch to touch all of every buffer that it binds. Ours bind
 level that share an arena (on words of their own) look like a hazard to it. Everything is therefore recorded with one
 dispatch a level, which shows every barrier, copy and host access; and that levels hold no hazard is checked by running
 each level's dispatches backwards as well: cases must pass and texts be the same.
+
+--one-by-one does so to a command: in all its Python processes the direct device records one dispatch a level, and
+Kompute's own instances are made without the layer (docs/kompute.md lists what it says of them). Under pytest the
+messages are listed by test.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 LAYER = "VK_LAYER_KHRONOS_validation"
@@ -36,6 +46,8 @@ khronos_validation.report_flags = error,warn,perf
 khronos_validation.enable_message_limit = false
 khronos_validation.log_filename = {log}
 """
+ORDER, LOG = "VKBACKEND_VALIDATE_ORDER", "VKBACKEND_VALIDATE_LOG"  # set for the processes of a command
+TEST = "TEST "  # before a test's name in the log
 MESSAGE = re.compile(r"\[ ([\w-]+) \] Object|\[ ([\w-]+) \]")
 
 
@@ -51,16 +63,124 @@ def layer_is_there() -> bool:
     return any(str(layer.layerName) == LAYER for layer in vk.vkEnumerateInstanceLayerProperties())
 
 
-def under_the_layer(command: Sequence[str]) -> tuple[int, Counter[str], str]:
-    """Runs a command: its exit status, the layer's messages by their names, and the log."""
+def under_the_layer(command: Sequence[str], one_by_one: str = "") -> tuple[int, Counter[str], str]:
+    """Runs a command: its exit status, the layer's messages by their names, and the log.
+
+    The log is a pipe: every instance opens it anew, which would empty a file. one_by_one: forwards or backwards.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
+        log, parts = Path(folder) / "log", []
+        os.mkfifo(log)
         (Path(folder) / "vk_layer_settings.txt").write_text(SETTINGS.format(log=log))
         env = {**os.environ, "VK_INSTANCE_LAYERS": LAYER, "VK_LAYER_SETTINGS_PATH": folder}
-        status = subprocess.run(command, env=env, check=False).returncode
-        text = log.read_text(errors="replace") if log.exists() else ""
-    lines = [line for line in text.splitlines() if "MessageID" in line]
-    return status, Counter(next(filter(None, match.groups())) for match in map(MESSAGE.search, lines) if match), text
+        if one_by_one:
+            (Path(folder) / "sitecustomize.py").write_text("import validate\nvalidate.watch_imports()\n")
+            paths = [folder, str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]
+            env |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTEST_PLUGINS": "validate"}
+            env |= {ORDER: one_by_one, LOG: str(log)}
+        reader = threading.Thread(target=lambda: parts.append(log.read_bytes()))
+        reader.start()
+        with log.open("wb"):  # held open: the reader ends with the last writer
+            status = subprocess.run(command, env=env, check=False).returncode
+        reader.join()
+    text = b"".join(parts).decode(errors="replace")
+    return status, Counter(_name(line) for line in text.splitlines() if "MessageID" in line), text
+
+
+def _name(line: str) -> str:
+    match = MESSAGE.search(line)
+    return next(filter(None, match.groups())) if match else "a message without a name"
+
+
+def by_test(text: str) -> Counter[tuple[str, str]]:
+    """The messages of a log by test and name."""
+    counts: Counter[tuple[str, str]] = Counter()
+    test = "before the first test"
+    for line in text.splitlines():
+        if line.startswith(TEST):
+            test = line.removeprefix(TEST)
+        elif "MessageID" in line:
+            counts[test, _name(line)] += 1
+    return counts
+
+
+# ---- in the processes of the command
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """As a plugin of pytest: names the test in the log."""
+    with open(os.environ[LOG], "w") as log:
+        log.write(f"{TEST}{nodeid}\n")
+
+
+def watch_imports() -> None:
+    """Changes the direct device and Kompute as soon as they are imported."""
+    sys.meta_path.insert(0, _Watch())  # type: ignore[arg-type]
+
+
+class _Watch:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        change = {"vkbackend.device.vulkan": _record_one_by_one, "kp": _without_the_layer}.get(name)
+        if change is None:
+            return None
+        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                change(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _record_one_by_one(module: ModuleType) -> None:
+    record = module.VulkanDevice.record
+    backwards = os.environ[ORDER] == "backwards"
+    module.VulkanDevice.record = lambda self, *a, **k: arranged(partial(record, self), backwards)(*a, **k)  # type: ignore[attr-defined]
+
+
+def _without_the_layer(module: ModuleType) -> None:
+    """Kompute takes the layer by itself where it finds it: its instances are made with no layer to be found."""
+    make = module.Manager
+
+    def manager(*args: Any) -> Any:
+        before = os.environ.copy()
+        os.environ.pop("VK_INSTANCE_LAYERS", None)
+        os.environ["VK_LAYER_PATH"] = "/nowhere"
+        try:
+            return make(*args)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+    module.Manager = manager  # type: ignore[attr-defined]
+
+
+def arranged(record: Callable[..., Any], backwards: bool) -> Callable[..., Any]:
+    """`record` with one dispatch a level; a recording's times are still those of the levels that it is given."""
+
+    def one_by_one(levels: Any, inputs: Any, outputs: Any, timestamps: bool, *rest: Any) -> Any:
+        single = [[c] for level in levels for c in (reversed(level) if backwards else level)]
+        recording = record(single, inputs, outputs, timestamps, *rest)
+        if timestamps:  # only then: it makes a recording hold itself
+            recording.level_seconds = partial(_sums, recording.level_seconds, [len(level) for level in levels])
+        return recording
+
+    return one_by_one
+
+
+def _sums(times: Callable[[], list[float]], sizes: list[int]) -> list[float]:
+    left = iter(times())
+    return [sum(next(left) for _ in range(n)) for n in sizes]
+
+
+# ---- op cases and texts
 
 
 def work(kind: str, n_cases: int | None) -> None:
@@ -93,11 +213,7 @@ def work(kind: str, n_cases: int | None) -> None:
 def one_by_one(device: Any, backwards: bool) -> Iterator[None]:
     """Barriers after every dispatch; the dispatches of a level in their order, or from the last to the first."""
     record = device.record
-
-    def arranged(levels: Any, *rest: Any) -> Any:
-        return record([[c] for level in levels for c in (reversed(level) if backwards else level)], *rest)
-
-    device.record = arranged
+    device.record = arranged(record, backwards)
     try:
         yield
     finally:
@@ -132,6 +248,9 @@ def main() -> int:
     parser.add_argument("--device", choices=("vulkan", "kompute"), default="vulkan")
     parser.add_argument("--cases", type=int, default=None, metavar="N", help="only the first N of each op")
     parser.add_argument("--show", type=int, default=3, metavar="N", help="print the first N messages whole")
+    parser.add_argument("--one-by-one", action="store_true", help="record one dispatch a level in COMMAND")
+    parser.add_argument("--backwards", action="store_true", help="... a level's from the last to the first")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="keep all that the layer said")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("command", nargs="*", help="after --: run this instead")
     args = parser.parse_args()
@@ -143,8 +262,14 @@ def main() -> int:
         return 2
     own = [sys.executable, __file__, "--work", "--device", args.device]
     own += ["--cases", str(args.cases)] if args.cases is not None else []
-    status, counts, text = under_the_layer(args.command or own)
+    order = "backwards" if args.backwards else "forwards" if args.one_by_one else ""
+    status, counts, text = under_the_layer(args.command or own, order if args.command else "")
+    if args.log:
+        args.log.write_text(text)
     print(*[line for line in text.splitlines() if "MessageID" in line][: args.show], sep="\n")
+    if TEST in text:
+        for (test, name), n in by_test(text).items():
+            print(f"{n:6} {name} in {test}")
     for name, n in counts.most_common():
         print(f"{n:6} {name}")
     print(f"exit status {status}, {sum(counts.values())} messages")

@@ -5,7 +5,8 @@
 
 // Product of a weight matrix with 1..16 rows of x. SPLIT teams share N_R weight rows: a lane takes every
 // (8 * SPLIT)-th chunk of 16 columns, for all TOKENS rows of x; lanes are summed by team_add, teams in their order. That
-// order is the same whatever TOKENS and N_R are, which is what makes decoding independent of the batch.
+// order is the same whatever TOKENS and N_R are, which is what makes decoding independent of the batch. linear_chain.comp gives
+// the same bits; the two share no code because this kernel was 12 % slower with 4 rows when they did (docs/performance.md).
 //
 // With NORM the norm costs no pass of its own: y = (W (x * norm)) / sqrt(mean(x^2) + eps), and the squares are summed
 // beside the products. With GROUPS groups of columns of x are scaled likewise, their sums of squares being given.
@@ -103,15 +104,18 @@ void main() {
                     [[unroll]] for (uint r = 0u; r < N_R; ++r) { q[r] = unpack(w[a][r], i); }
 #ifdef NORM
                     vec4 norm = norm_quads[push.norm_at / 4u + c * 4u + i];
+#else
+                    const vec4 norm = vec4(1.0);
 #endif
                     [[unroll]] for (uint t = 0u; t < TOKENS; ++t) {
                         vec4 v = x_quads[(push.x_at + t * push.x_row) / 4u + c * 4u + i];
+#ifdef HAS_OFFSET
+                        // Not the sum of x * norm: that may be contracted by a compiler, here and not in linear_chain.
+                        x_sum[t] = fma(v.x, norm.x, fma(v.y, norm.y, fma(v.z, norm.z, fma(v.w, norm.w, i == 0u ? 0.0 : x_sum[t]))));
+#endif
 #ifdef NORM
                         squares[t] = fma(v.x, v.x, fma(v.y, v.y, fma(v.z, v.z, fma(v.w, v.w, squares[t]))));
                         v *= norm;
-#endif
-#ifdef HAS_OFFSET
-                        x_sum[t] = (i == 0u ? 0.0 : x_sum[t]) + ((v.x + v.y) + (v.z + v.w));
 #endif
                         [[unroll]] for (uint r = 0u; r < N_R; ++r) {
                             float before = i == 0u ? 0.0 : part[r][t];
@@ -124,19 +128,21 @@ void main() {
                     float scale = group_scale(t, c * 16u);
 #endif
                     [[unroll]] for (uint r = 0u; r < N_R; ++r) {
-                        float value = part[r][t];
-#ifdef HAS_OFFSET
-                        value = fma(value, w[a][r].factor, -(w[a][r].offset * x_sum[t]));
 #ifdef GROUPS
-                        sums[r][t] = fma(value, scale, sums[r][t]);
+                        precise float factor = w[a][r].factor * scale;
 #else
-                        sums[r][t] += value;
+                        float factor = w[a][r].factor;
 #endif
-#elif defined(GROUPS)
-                        sums[r][t] = fma(value, w[a][r].factor * scale, sums[r][t]);
+#ifdef HAS_OFFSET
+                        // Never a sum of two products: which of the two a compiler contracts is its choice.
+#ifdef GROUPS
+                        precise float offset = w[a][r].offset * scale;
 #else
-                        sums[r][t] = fma(value, w[a][r].factor, sums[r][t]);
+                        float offset = w[a][r].offset;
 #endif
+                        sums[r][t] = fma(-offset, x_sum[t], sums[r][t]);
+#endif
+                        sums[r][t] = fma(part[r][t], factor, sums[r][t]);
                     }
                 }
             }

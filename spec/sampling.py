@@ -6,6 +6,7 @@ look at the distribution before the temperature is applied.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -71,8 +72,13 @@ _WHOLE = {"top_k", "seed", "repeat_last_n"}
 
 def _check_number(name: str, value: object, whole: bool) -> None:
     kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not np.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, kinds) or not _is_finite(value):
         raise ContextError(f"sampling: {name} is {value!r}; a finite {'whole ' if whole else ''}number is needed")
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether a number is one in float64, or whole, however large."""
+    return isinstance(value, int | np.integer) or math.isfinite(value)
 
 
 def _check_range(name: str, value: float, ok: bool, allowed: str) -> None:

@@ -20,8 +20,9 @@ from vkbackend.device.base import Limits
 from vkbackend.device.null import NullBuffer
 from vkbackend.errors import VkBackendError
 from vkbackend.graph import Graph, Role, Tensor, bound
+from vkbackend.launch import ARENA, INPUTS, OUTPUTS, Launch
 from vkbackend.ops.op import At, Bind, Dispatch, Kernel, Lowering, Op, counters, scratch
-from vkbackend.schedule import ALIGN, ARENA, INPUTS, OUTPUTS, Launch, Plan, overlaps, plan
+from vkbackend.schedule import ALIGN, Plan, overlaps, plan
 
 SEEDS = st.integers(0, 2**32 - 1)
 Place = tuple[Any, int]  # (storage, buffer or region; word)

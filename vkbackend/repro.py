@@ -20,9 +20,10 @@ from vkbackend.device.base import Array, Device
 from vkbackend.device.numpy import NumpyDevice
 from vkbackend.errors import VkBackendError
 from vkbackend.graph import Graph, Tensor
+from vkbackend.launch import Launch
 from vkbackend.ops import all_ops
 from vkbackend.ops.case import Case, CaseBuilder, CaseResult, compare, run_built
-from vkbackend.schedule import Launch, plan
+from vkbackend.schedule import plan
 from vkbackend.shaders.compiler import spirv
 
 

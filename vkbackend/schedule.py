@@ -8,6 +8,8 @@
    do not meet. As lifetimes are counted in levels, sharing can not create a new hazard. Counters lie behind the
    inputs, packed in the same way: programs zero them together with writing the inputs.
 
+4. Where the device allows it, levels of products that follow each other become one dispatch (`chains.py`).
+
 The result is plain data (`Plan`); devices turn it into their own commands.
 """
 
@@ -16,40 +18,34 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from vkbackend.device.base import Buffer, Limits
+import numpy as np
+
+from vkbackend.chains import chain_launch, chain_words, find_chains
+from vkbackend.device.base import Limits, Words
 from vkbackend.errors import VkBackendError
 from vkbackend.graph import Graph, Role, Storage, Tensor
-from vkbackend.ops.op import At, Bind, Dispatch, Kernel, push_word
+from vkbackend.launch import ARENA, INPUTS, OUTPUTS, Launch, Place
+from vkbackend.ops.op import At, Bind, Dispatch, push_word
 
 ALIGN = 64  # words: 256 bytes, the largest alignment any device asks of a storage buffer offset
-
-ARENA, INPUTS, OUTPUTS = "arena", "inputs", "outputs"
-Place = Buffer | str  # a device buffer, or one of the three regions that belong to the program
-
-
-@dataclass(frozen=True, eq=False)
-class Launch:
-    """One placed dispatch: what to run, on which buffers, with which words. `label` and `n_bytes` are for timings."""
-
-    label: str
-    kernel: Kernel
-    buffers: tuple[Place, ...]
-    push: tuple[int, ...]
-    groups: tuple[int, int, int]
-    spec: tuple[int, ...]
-    n_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Plan:
     """Levels of launches (a barrier between two levels), the sizes of the program's own regions in words, the
-    word offset of every input and output in its region, and the words of the inputs that are counters."""
+    word offset of every input and output in its region, the words of the inputs that are counters. For chains: words
+    that are written into the inputs from `chain_at` on before every run, and the words of the outputs with their
+    status."""
 
     levels: list[list[Launch]]
     n_words: dict[str, int]
     inputs: dict[str, tuple[int, Tensor]]
     outputs: dict[str, tuple[int, Tensor]]
     counters: range
+    chains: list[Launch]
+    chain_at: int
+    chain_words: Words
+    chain_status: range
 
 
 @dataclass
@@ -88,15 +84,31 @@ def plan(graph: Graph, limits: Limits) -> Plan:
     items, lives = _levels(graph, limits)
     place = _Placement(graph, lives)
     n_levels = 1 + max((i.level for i in items), default=-1)
-    levels: list[list[Launch]] = [[] for _ in range(n_levels)]
+    by_level: list[list[_Item]] = [[] for _ in range(n_levels)]
     for item in items:
-        levels[item.level].append(_launch(item, place))
+        by_level[item.level].append(item)
+    chains = (
+        find_chains([[i.dispatch for i in level] for level in by_level], place.of) if limits.resident_groups else []
+    )
+    words, tables = chain_words(chains, place.of)
+    chain_at, status_at = place.reserve(INPUTS, len(words)), place.reserve(OUTPUTS, len(chains))
+    launches = [
+        chain_launch(chain, limits.resident_groups, chain_at + table, chain_at + i, status_at + i)
+        for i, (chain, table) in enumerate(zip(chains, tables, strict=True))
+    ]
+    levels = [[_launch(item, place) for item in level] for level in by_level]
+    for chain, launch in reversed([*zip(chains, launches, strict=True)]):
+        levels[chain.start : chain.stop] = [[launch]]
     return Plan(
         levels=levels,
         n_words=place.n_words,
         inputs={name: (place.of(t)[1], t) for name, t in graph.inputs.items()},
         outputs={name: (place.of(t)[1], t) for name, t in graph.outputs.items()},
         counters=place.counters,
+        chains=launches,
+        chain_at=chain_at,
+        chain_words=np.array(words, np.uint32),
+        chain_status=range(status_at, status_at + len(chains)),
     )
 
 
@@ -180,9 +192,14 @@ class _Placement:
         region, start = self._where[id(storage)]
         return region, start + tensor.offset
 
+    def reserve(self, region: str, n_words: int) -> int:
+        """The first of n more words of a region."""
+        start = self.n_words[region]
+        self.n_words[region] += _aligned(n_words)
+        return start
+
     def _append(self, region: str, storage: Storage) -> None:
-        self._where[id(storage)] = (region, self.n_words[region])
-        self.n_words[region] += _aligned(storage.n_words)
+        self._where[id(storage)] = (region, self.reserve(region, storage.n_words))
 
     def _pack(self, region: str, lives: Iterable[_Life]) -> None:
         """First fit by size: large storages first, each at the lowest place free during its whole life."""

@@ -9,6 +9,8 @@
 //   vec4 weights(Chunk c, uint i)                                     these columns as the weights themselves
 //   c.factor, c.offset                                                weight = unpacked * factor - offset (HAS_OFFSET)
 
+#ifndef WEIGHTS_ONCE  // this file may come twice, for two formats: second_weights.glsl
+#define WEIGHTS_ONCE
 float f16_at(uint plane, uint index) {
     vec2 both = unpackHalf2x16(w_words[plane + index / 2u]);
     return (index & 1u) == 0u ? both.x : both.y;
@@ -26,6 +28,8 @@ vec4 signed_bytes(uint word) {
         vec4(1.0, 1.0 / 256.0, 1.0, 1.0 / 256.0),
         vec4(-8388736.0, -32896.0, -8388736.0, -32896.0));
 }
+
+#endif
 
 #if defined(W_F32)
 

@@ -1,7 +1,9 @@
 // Chunks of the formats with fewer than 8 bits: planes of 4, 2 and 1 bits a column, and their scales.
 // Layouts: vkbackend/planes.py, quants.py, k_quants.py; interface: weights.glsl.
 
+#ifndef PACKED_WEIGHTS_ONCE
 layout(binding = 0) readonly buffer WeightPairs { uvec2 w_pairs[]; };
+#endif
 
 #if defined(W_Q4_1) || defined(W_Q5_1) || defined(W_Q4_K) || defined(W_Q5_K) || defined(W_Q2_K)
 #define HAS_OFFSET
@@ -129,6 +131,8 @@ Chunk load_chunk(uvec3 planes, uint n_in, uint row, uint chunk) {
     return c;
 }
 
+#ifndef PACKED_WEIGHTS_ONCE
+#define PACKED_WEIGHTS_ONCE
 // ---- unpacking. Whatever its plane, a field of column 4 i + k comes to bit 4 k (+ 2 or 4) with one shift.
 
 uint nibbles_of(uvec2 q, uint i) { return (i < 2u ? q.x : q.y) >> (i % 2u * 16u); }
@@ -147,6 +151,8 @@ vec4 fields(uvec4 masked, float less) {
 }
 
 const uvec4 AT = uvec4(1u, 16u, 256u, 4096u);
+
+#endif
 
 #if defined(W_IQ4_NL) || defined(W_IQ4_XS)
 const uvec4 VALUES = uvec4(0xBFAD9881u, 0xF6EADDCFu, 0x26190D01u, 0x71594535u);  // of each 4 nibbles, as signed bytes

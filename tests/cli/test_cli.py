@@ -193,6 +193,8 @@ def test_wrong_usage(run: Run, arguments: list[str], message: str) -> None:
         (["-m", "DEMO", "--prompt-ids", "-1"], "-1"),
         (["-m", "DEMO", "--prompt-ids", "5000"], "0..4095"),
         (["-m", "DEMO", "-p", "one two three four", "-c", "2"], "holds 2"),
+        (["-m", "DEMO", "-p", "x", "-c", str(1 << 62)], "smaller n_ctx"),
+        (["-m", "DEMO", "-p", "x", "-c", "9" * 18], "smaller n_ctx"),
         (["-m", "DEMO", "-f", "/no/such/prompt"], "/no/such/prompt"),
         (["-m", "DEMO", "-p", "x", "--device", "quantum:0"], "quantum:0"),
     ],

@@ -17,9 +17,9 @@ from vkbackend.device.null import NullBuffer, NullDevice
 from vkbackend.device.numpy import NumpyDevice
 from vkbackend.errors import DeviceError, VkBackendError
 from vkbackend.graph import Graph, Tensor, bound
+from vkbackend.launch import Launch
 from vkbackend.ops.op import Bind, Dispatch, Kernel, Op, PushValue
 from vkbackend.ops.rms_norm import rms_norm
-from vkbackend.schedule import Launch
 
 LIMITS = Limits(
     max_push_bytes=64, max_groups=(100, 50, 20), max_invocations=256, max_storage_range=4096, max_buffer_bytes=8192

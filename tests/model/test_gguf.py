@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import time
 import tracemalloc
@@ -302,3 +303,7 @@ def test_no_such_file_and_no_file(tmp_path: Path) -> None:
         open_gguf(tmp_path / "none.gguf")
     with pytest.raises(ModelError, match="can not be opened as a model file"):
         open_gguf(tmp_path)
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "pipe")
+        with pytest.raises(ModelError, match="is a pipe"):  # opened, it would wait for a writer
+            open_gguf(tmp_path / "pipe")

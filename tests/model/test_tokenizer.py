@@ -275,6 +275,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changed", "message"), BAD, ids=[f"{i}-{next(iter(c))}" for i, (c, _) in enumerate(BAD)])
 def test_unsound_files_are_refused(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelError, match=rf"made\.gguf: .*{message}") as caught:
+    with pytest.raises(ModelError, match=rf"^made\.gguf: (?!.*made\.gguf).*{message}") as caught:
         Tokenizer.from_gguf(made(**changed))
     assert len(str(caught.value)) < 500 and str(caught.value).isprintable()
+
+
+def test_a_template_that_is_no_text_is_refused() -> None:
+    file = made()
+    file.metadata["tokenizer.chat_template"] = 5
+    with pytest.raises(
+        ModelError, match=r"^made\.gguf: metadata key 'tokenizer\.chat_template' is 5; a string is needed"
+    ):
+        Tokenizer.from_gguf(file)

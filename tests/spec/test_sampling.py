@@ -157,7 +157,8 @@ def test_unusable_logits(bad: float) -> None:
     [
         ("temperature", -0.1), ("temperature", math.nan), ("temperature", "hot"), ("top_k", -1), ("top_k", 2.5),
         ("top_p", 0.0), ("top_p", 1.01), ("min_p", -0.01), ("min_p", 1.5), ("repeat_penalty", 0.0),
-        ("repeat_penalty", math.inf), ("seed", -1), ("seed", 1.5), ("repeat_last_n", -1), ("top_k", True),
+        ("repeat_penalty", math.inf), ("seed", -(10**400)), ("seed", -1), ("seed", 1.5),
+        ("repeat_last_n", -1), ("top_k", True),
     ],
 )  # fmt: skip
 def test_bad_settings(field: str, value: object) -> None:
@@ -165,6 +166,11 @@ def test_bad_settings(field: str, value: object) -> None:
         Sampling(**{field: value})  # type: ignore[arg-type]
     assert field in str(caught.value)
     assert (repr(value) if isinstance(value, str) else str(value)) in str(caught.value)
+
+
+def test_whole_numbers_of_any_size() -> None:
+    logits, huge = np.arange(8, dtype=np.float32), 2**400
+    assert Sampler(Sampling(1.0, top_k=huge, seed=huge)).sample(logits) == Sampler(Sampling(1.0, seed=0)).sample(logits)
 
 
 @pytest.mark.parametrize(

@@ -34,14 +34,14 @@ def open_device(name: str = "auto") -> Device:
 
     "kompute:N:relaxed" is the same device without barriers between levels: faster, and right on every driver tried, but
     nothing in Vulkan promises it (docs/kompute.md).
+    "kompute:N:unchained" runs every level as a dispatch of its own also where chains are faster (vkbackend/chains.py).
     "auto" takes the first GPU through Kompute, else the first through Vulkan itself, else the NumPy fallback (a CPU
     Vulkan driver is slower than NumPy). Raises `DeviceError` for an unknown name or a device that does not open.
     """
     kind, _, index = name.partition(":")
     index, _, option = index.partition(":")
-    relaxed = kind == "kompute" and option == "relaxed"
-    if option and not relaxed:
-        raise DeviceError(f"device '{name}' has an unknown option; kompute:N:relaxed is the only one")
+    if option and (kind != "kompute" or option not in ("relaxed", "unchained")):
+        raise DeviceError(f"device '{name}' has an unknown option; there are kompute:N:relaxed and kompute:N:unchained")
     if kind == "auto" and not index:
         return _auto()
     if kind == "numpy" and not index:
@@ -53,7 +53,7 @@ def open_device(name: str = "auto") -> Device:
     if kind == "kompute" and (not index or index.isdigit()):
         from vkbackend.device.kompute import KomputeDevice
 
-        return KomputeDevice(int(index or 0), relaxed=relaxed)
+        return KomputeDevice(int(index or 0), relaxed=option == "relaxed", chains=option != "unchained")
     if kind == "vulkan" and (not index or index.isdigit()):
         from vkbackend.device.vulkan import VulkanDevice
 

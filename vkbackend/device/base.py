@@ -58,7 +58,11 @@ class Features:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one device allows. Sizes in bytes; `subgroup_shuffle`: kernels use their subgroup variant."""
+    """What one device allows. Sizes in bytes; `subgroup_shuffle`: kernels use their subgroup variant.
+
+    `resident_groups`: workgroups of any size that surely run side by side, one for each multiprocessor; 0: unknown.
+    `chain_bytes`: products of weights up to this size run faster in a chain than in levels of their own (chains.py).
+    """
 
     max_push_bytes: int = 128
     max_groups: tuple[int, int, int] = (65535, 65535, 65535)
@@ -68,6 +72,8 @@ class Limits:
     max_buffer_bytes: int = (4 << 30) - 4096
     subgroup_size: int = 1
     subgroup_shuffle: bool = False
+    resident_groups: int = 0
+    chain_bytes: int = 0
     features: Features = Features()
 
 

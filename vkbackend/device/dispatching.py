@@ -8,17 +8,21 @@ moves inputs and outputs.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
+from vkbackend.chains import STATUS_AT
 from vkbackend.device.base import Array, Buffer, DeviceInfo, Limits, Words, feed
+from vkbackend.device.side_by_side import Tried, all_run, check_ended
 from vkbackend.errors import DeviceError
 from vkbackend.graph import I32, Graph, Tensor
+from vkbackend.launch import ARENA, INPUTS, OUTPUTS, Launch
 from vkbackend.ops.op import Kernel
-from vkbackend.schedule import ARENA, INPUTS, OUTPUTS, Launch, Plan, plan
+from vkbackend.schedule import Plan, plan
 
 NAN_WORD = 0x7FC00000
 
@@ -67,6 +71,8 @@ class RegionPool:
         self._arenas: dict[int, Buffer] = {}
         self._hosts: dict[tuple[str, int], HostRegion] = {}
         self.lock = threading.Lock()
+        self.chains = True  # until one fails its trial (side_by_side.py)
+        self.tried: Tried = set()
 
     def arena(self, n_words: int) -> Buffer:
         size = self._size_class(n_words)
@@ -117,9 +123,22 @@ class DispatchProgram:
     """A planned and recorded graph. Runs as one submission."""
 
     def __init__(self, driver: Driver, graph: Graph, poison: bool, timestamps: bool) -> None:
-        self.plan: Plan = plan(graph, driver.info.limits)
-        n = self.plan.n_words
+        limits = driver.info.limits
+        if not driver.pool.chains:
+            limits = replace(limits, resident_groups=0)
+        self.plan: Plan = plan(graph, limits)
         self._lock = driver.pool.lock
+        if not all_run(self.plan.chains, driver.pool.tried, lambda launch: self._trial(driver, launch)):
+            warnings.warn(
+                f"{driver.info.name} ({driver.info.description}) does not run {limits.resident_groups} workgroups side "
+                "by side, though it has as many multiprocessors: going on without chains of products",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            driver.pool.chains = False
+            self.plan = plan(graph, replace(limits, resident_groups=0))
+        n = self.plan.n_words
+        self._name = driver.info.name
         self._in = driver.pool.host(INPUTS, n[INPUTS])
         self._out = driver.pool.host(OUTPUTS, n[OUTPUTS])
         arena = driver.pool.arena(n[ARENA])
@@ -137,12 +156,26 @@ class DispatchProgram:
                 self._in.words[offset : offset + tensor.size] = words[name]
             # The region is shared, and a run that failed may have left anything.
             self._in.words[self.plan.counters.start : self.plan.counters.stop] = 0
+            self._in.words[self.plan.chain_at : self.plan.chain_at + self.plan.chain_words.size] = self.plan.chain_words
             self._recording.run()
+            check_ended(self._out.words[self.plan.chain_status.start : self.plan.chain_status.stop], self._name)
             return {name: self._read(offset, tensor) for name, (offset, tensor) in self.plan.outputs.items()}
 
     def level_seconds(self) -> list[float]:
         """Device time of each level of the last run; needs `timestamps=True` at compile time."""
         return self._recording.level_seconds()
+
+    def _trial(self, driver: Driver, launch: Launch) -> int:
+        """Runs one launch by itself, on regions full of zeros; its status word afterwards."""
+        n = self.plan.n_words
+        ins, outs = driver.pool.host(INPUTS, n[INPUTS]), driver.pool.host(OUTPUTS, n[OUTPUTS])
+        regions: dict[str, Buffer] = {ARENA: driver.pool.arena(n[ARENA]), INPUTS: ins, OUTPUTS: outs}
+        levels = [[_command(launch, regions, driver.info)]]
+        recording = driver.record(levels, ins, outs, False, (n[INPUTS], n[OUTPUTS]))
+        with self._lock:
+            ins.words[: n[INPUTS]] = 0
+            recording.run()
+            return int(outs.words[launch.push[STATUS_AT]])
 
     def _read(self, offset: int, tensor: Tensor) -> Array:
         start, stop = tensor.span()

@@ -23,6 +23,9 @@ from vkbackend.graph import F32, Graph
 from vkbackend.ops.op import Kernel
 from vkbackend.shaders.compiler import spirv
 
+CHAIN_BYTES = (
+    12 << 20
+)  # a level costs 11 us here and a chain's wait 1.4, but chains are slow with large matrices (H200)
 STAGING_WORDS = 8 << 20  # 32 MiB: large enough to amortise an eval, small enough to keep
 
 
@@ -81,11 +84,12 @@ class KomputeDevice:
 
     `relaxed` leaves out what stands for a barrier between levels. Every dispatch still records Kompute's own transfer
     barriers, on which drivers were seen to wait for the dispatch before; nothing promises it (docs/kompute.md).
+    `chains=False`: every level is a dispatch of its own (chains.py).
     """
 
     holds_packed_weights = True
 
-    def __init__(self, index: int = 0, subgroups: bool = True, relaxed: bool = False) -> None:
+    def __init__(self, index: int = 0, subgroups: bool = True, relaxed: bool = False, chains: bool = True) -> None:
         kp = _import_kp()
         found = vulkan_devices("kompute")
         if not 0 <= index < len(found):
@@ -96,7 +100,10 @@ class KomputeDevice:
         info = found[index].info
         self._timestamp_ns = found[index].timestamp_ns
         self.subgroups = subgroups and uses_subgroups(info.limits)
-        self.info: DeviceInfo = replace(info, limits=replace(info.limits, subgroup_shuffle=self.subgroups))
+        limits = replace(
+            info.limits, subgroup_shuffle=self.subgroups, chain_bytes=CHAIN_BYTES if chains and not relaxed else 0
+        )
+        self.info: DeviceInfo = replace(info, limits=limits)
         self.max_burst = 16 if info.kind == "gpu" else 1  # a CPU driver's steps are long, its submissions cheap
         self._relaxed = relaxed
         self._kp = kp

@@ -123,6 +123,7 @@ def _describe(vk: Any, instance: Any, handle: Any, name: str) -> PhysicalDevice:
         operations, stages = int(subgroup.supportedOperations), int(subgroup.supportedStages)
         optional = supported(vk, instance, handle, version, extensions)
     memory, free = local_memory(vk, handle, extensions)
+    resident = _multiprocessors(vk, handle) if "VK_NV_shader_sm_builtins" in extensions else 0
     need = _SUBGROUP_BASIC | _SUBGROUP_SHUFFLE
     limits = Limits(
         max_push_bytes=int(raw.maxPushConstantsSize),
@@ -133,6 +134,7 @@ def _describe(vk: Any, instance: Any, handle: Any, name: str) -> PhysicalDevice:
         max_buffer_bytes=max_buffer,
         subgroup_size=subgroup_size,
         subgroup_shuffle=bool(stages & _STAGE_COMPUTE) and operations & need == need,
+        resident_groups=resident,
         features=optional.features,
     )
     info = DeviceInfo(
@@ -167,6 +169,13 @@ def _properties_1_1(vk: Any, handle: Any, version: tuple[int, int], extensions: 
     # A driver that leaves a maximum at 0 does not know it.
     sizes = [int(third.maxMemoryAllocationSize), int(fourth.maxBufferSize) if fourth is not None else 0]
     return subgroup, min([_MAX_BUFFER, *(size for size in sizes if size)])
+
+
+def _multiprocessors(vk: Any, handle: Any) -> int:
+    """Of an NVIDIA GPU. Each holds one workgroup of any size, and nothing takes turns before the end of a dispatch."""
+    found = vk.VkPhysicalDeviceShaderSMBuiltinsPropertiesNV()
+    vk.vkGetPhysicalDeviceProperties2(handle, vk.VkPhysicalDeviceProperties2(pNext=found))
+    return int(found.shaderSMCount)
 
 
 def local_memory(vk: Any, handle: Any, extensions: frozenset[str]) -> tuple[int, int]:

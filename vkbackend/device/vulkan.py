@@ -21,6 +21,7 @@ from vkbackend.device.vulkan_session import Job, Session
 from vkbackend.errors import DeviceError
 from vkbackend.graph import F32, Graph
 
+CHAIN_BYTES = 0  # levels are cheap here
 _BIND_COMPUTE = 1  # VK_PIPELINE_BIND_POINT_COMPUTE
 _STAGE_COMPUTE = 0x20  # of a shader, in push constants
 _AT_BOTTOM = 0x2000  # VK_PIPELINE_STAGE_BOTTOM_OF_PIPE_BIT
@@ -73,7 +74,8 @@ class VulkanDevice:
         weakref.finalize(self, session.close)
         found = session.info
         self.subgroups = subgroups and uses_subgroups(found.limits)
-        self.info: DeviceInfo = replace(found, limits=replace(found.limits, subgroup_shuffle=self.subgroups))
+        limits = replace(found.limits, subgroup_shuffle=self.subgroups, chain_bytes=CHAIN_BYTES)
+        self.info: DeviceInfo = replace(found, limits=limits)
         self.max_burst = 16 if found.kind == "gpu" else 1  # a CPU driver's steps are long, its submissions cheap
         self.memory = Memory(session, unified)
         self.pipelines = Pipelines(session, self.subgroups)

@@ -64,12 +64,23 @@ class CaseBuilder:
 
     def weight(self, data: Array, fmt: str = F32) -> Tensor:
         """A weight matrix [rows, cols] rounded to a GGUF type ("f32", "f16", "bf16", "q8_0", ...)."""
-        words, values = pack_matrix(np.asarray(data, np.float32), fmt)
+        return self.weights([(data, fmt)])[0]
+
+    def weights(self, matrices: Sequence[tuple[Array, str]]) -> list[Tensor]:
+        """Several weight matrices in one buffer, as a model has them."""
         packed = self.device.holds_packed_weights
-        flat = words if packed else values.reshape(-1).view(np.uint32)
-        buffer = self.device.allocate(flat.size, label="weight")
-        self.device.upload(buffer, 0, flat)
-        return bound("weight", buffer, 0, data.shape, fmt if packed else F32, flat.size)
+        pieces: list[Array] = []
+        for data, fmt in matrices:
+            words, values = pack_matrix(np.asarray(data, np.float32), fmt)
+            flat = words if packed else values.reshape(-1).view(np.uint32)
+            pieces.append(np.pad(flat, (0, -flat.size % 64)))
+        buffer = self.device.allocate(sum(p.size for p in pieces), label="weights")
+        self.device.upload(buffer, 0, np.concatenate(pieces))
+        starts = np.cumsum([0, *(p.size for p in pieces)])
+        return [
+            bound("weight", buffer, int(start), data.shape, fmt if packed else F32, piece.size)
+            for (data, fmt), piece, start in zip(matrices, pieces, starts, strict=False)
+        ]
 
     def output(self, tensor: Tensor) -> None:
         self.graph.output(f"out{len(self.graph.outputs)}", tensor)

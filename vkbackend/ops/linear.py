@@ -16,7 +16,9 @@ import numpy as np
 from vkbackend.device.base import Limits
 from vkbackend.device.numpy_parts import Run, Workspace
 from vkbackend.graph import Graph, Node, Tensor
+from vkbackend.ops.add import add
 from vkbackend.ops.case import Case, CaseBuilder
+from vkbackend.ops.linear_chain import chain_kernels, product_link
 from vkbackend.ops.linear_numpy import prepared_linear
 from vkbackend.ops.linear_prompt import Part, product_bytes, prompt_kernels, prompt_stages
 from vkbackend.ops.op import (
@@ -43,6 +45,7 @@ FORMATS = (
     "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1",
     "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4",
 )  # fmt: skip
+CHAIN_KERNELS = chain_kernels(FORMATS)
 
 
 @dataclass(frozen=True)
@@ -220,7 +223,12 @@ def _rows(
     n_r, split, ahead = _shape_of_work(n_out, n_in, x.shape[0], limits)
     groups = spread(-(-n_out * split // (TEAMS * n_r)), limits.max_groups[0])
     spec = (x.shape[0], n_r, split, ahead)
-    return Dispatch(kernel, tuple(binds), tuple(push), groups, spec, n_bytes=product_bytes(x, w, y))
+    link = product_link(
+        CHAIN_KERNELS, w, plane_places(w), x, y,
+        norm=of.norm, squares=of.squares, residual=residual, eps=attrs.eps, swiglu=attrs.swiglu,
+        split=split, limits=limits,
+    )  # fmt: skip
+    return Dispatch(kernel, tuple(binds), tuple(push), groups, spec, n_bytes=product_bytes(x, w, y), link=link)
 
 
 def _shape_of_work(n_out: int, n_in: int, n_tokens: int, limits: Limits) -> tuple[int, int, int]:
@@ -246,7 +254,7 @@ def _shape_of_work(n_out: int, n_in: int, n_tokens: int, limits: Limits) -> tupl
 
 
 def _kernels() -> list[Kernel]:
-    out = prompt_kernels(FORMATS)
+    out = [*prompt_kernels(FORMATS), *CHAIN_KERNELS.values()]
     for fmt in FORMATS:
         for after in ((), ("RESIDUAL",), ("SWIGLU",)):
             for before in ((), ("NORM",), ("GROUPS",)):
@@ -290,7 +298,30 @@ def _cases() -> list[Case]:
     out += [case(n, 512, [96], [fmt], "norm", "swiglu") for n in (1, 5, 70) for fmt in plain]
     out += [case(n, 96, [33, 130], ["f16", "q8_0"], "groups", "residual", pad=4) for n in (1, 16, 100)]
     out += [case(1, 3584, [1024], ["q8_0"], "", "residual"), case(512, 64, [200], ["q8_0"])]
+    out += [layer_case(n, ["q8_0"] * 6) for n in (1, 3, 4)] + [layer_case(2, ["f32"] + ["q8_0"] * 5)]
+    out += [layer_case(n, ["q4_k"] * 3 + ["q6_k"] * 3) for n in (1, 4)]
     return out
+
+
+def layer_case(n: int, fmts: Sequence[str]) -> Case:
+    """Products in a row as a model has them, weights in one buffer: a chain on devices that have those."""
+
+    def build(b: CaseBuilder) -> None:
+        n_embd, n_ff, n_v = 512, 768, 1024
+        shapes = [(n_embd, n_embd), (n_embd, n_v), (2 * n_ff, n_embd), (n_embd, n_ff), (300, n_embd), (40, n_embd)]
+        matrices = [(b.normal(r, c, scale=c**-0.5), f) for (r, c), f in zip(shapes, fmts, strict=True)]
+        first, out, gate_up, down, proj, gates = b.weights(matrices)
+        norm = b.input(b.uniform(0.5, 1.5, n_embd))
+        squares = add(b.graph, b.input(b.uniform(1, 50, n, 24)), b.input(b.uniform(1, 2, n, 24))).reshape(n, 8, 3)
+        x = linear(b.graph, b.input(b.normal(n, n_embd)), [first])
+        mixed = add(b.graph, b.input(b.normal(n, n_v)), b.input(b.normal(n, n_v)))
+        x = linear(b.graph, mixed, [out], group_squares=squares, eps=1e-6, residual=x)
+        inner = linear(b.graph, x, [gate_up], norm=norm, eps=1e-6, swiglu=True)
+        x = linear(b.graph, inner, [down], residual=x)
+        result = linear(b.graph, x, [proj, gates], norm=norm, eps=1e-6)
+        b.output(add(b.graph, result, b.input(b.normal(n, 340))))
+
+    return Case(f"n={n} a layer's products {','.join(dict.fromkeys(fmts))}", build)
 
 
 OP = Op("linear", _reference, _lower, _kernels, _cases, _prepare)

@@ -8,7 +8,7 @@ finds its modules by itself, so adding an op touches no other file: see docs/add
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,13 +60,33 @@ class Bind:
 
 
 @dataclass(frozen=True, eq=False)
+class Link:
+    """How a dispatch can run as one of several in a chain (chains.py), with the same results.
+
+    kernels: those that can hold it, by the weight formats they take. weights, constants: what the chain's bindings 0
+    and 2 hold. values: tensors that must be temporaries, behind binding 1. words, then flags: its entry in the table.
+    spec: equal for all parts of a chain.
+    """
+
+    kernels: Mapping[tuple[str, ...], Kernel]
+    fmt: str
+    weights: Tensor
+    constants: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    words: tuple[PushValue, ...]
+    flags: int
+    spec: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Dispatch:
     """One kernel launch before memory is placed.
 
     `binds[i]` is bound at binding i (several binds may end up in one buffer). `push` becomes 32-bit words: ints
     as uint32 (negative ones as two's complement), floats by bit pattern, `At` as word offsets. `spec` are uint32
     specialisation constants 0, 1, 2... `also` lists tensors touched through one of the bindings beyond the
-    bound ones, so that the scheduler sees the hazard. `n_bytes`: the least that it moves, 0: not counted.
+    bound ones, so that the scheduler sees the hazard. `n_bytes`: the least that it moves, 0: not counted. `link`: how
+    it can run inside a dispatch with others.
     """
 
     kernel: Kernel
@@ -76,6 +96,7 @@ class Dispatch:
     spec: tuple[int, ...] = ()
     also: tuple[Bind, ...] = ()
     n_bytes: int = 0
+    link: Link | None = None
 
 
 Stage = list[Dispatch]  # dispatches that do not depend on each other
