@@ -12,7 +12,9 @@ from pathlib import Path, PurePosixPath
 
 from vkbackend.errors import ModelError
 
-_SIDE_FILE = re.compile(r"mtp-|(.*[^a-z0-9])?(mmproj|imatrix)")  # from the start; NAME-imatrix.gguf is one too
+# Matched from the start. NAME-imatrix.gguf and NAME-mmproj-F16.gguf too, but not NAME-imatrix-Q4_K_M.gguf: that is a
+# model, quantised with one.
+_SIDE_FILE = re.compile(r"mtp-|imatrix|(.*[^a-z0-9])?mmproj|.*[^a-z0-9]imatrix\.gguf$")
 _TYPE = re.compile(r"(?<![a-z0-9])(i?q(\d+)(_[a-z0-9]+)*|bf16|f16|f32|mxfp4(_moe)?)(?![a-z0-9])", re.IGNORECASE)
 _PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)", re.IGNORECASE)
 _OTHER_BITS = {"bf16": 16, "f16": 16, "f32": 32, "mxfp4": 4}

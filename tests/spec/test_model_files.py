@@ -50,9 +50,10 @@ def test_side_files_are_no_models() -> None:
         "X-mmproj-F16.gguf",
         "x_mmproj_q8_0.gguf",
         "x-mtp-q8_0.gguf",
+        "x-imatrix-q4_k_m.gguf",
         "b/y.gguf",
     ]
-    assert [n for n in names if is_main_file(n)] == ["x-mtp-q8_0.gguf", "b/y.gguf"]
+    assert [n for n in names if is_main_file(n)] == ["x-mtp-q8_0.gguf", "x-imatrix-q4_k_m.gguf", "b/y.gguf"]
 
 
 def test_the_deepest_shared_folder_comes_before_the_nearest_bits() -> None:
