@@ -206,6 +206,13 @@ def test_counts_of_speculation(name: str, device: str, n_prompt: int, n_max: int
     assert 1 + rounds + accepted == 64 and 0 <= gen.stats.accepted - accepted <= n_max
 
 
+@pytest.mark.parametrize(("name", "device"), [case for case in CASES if case[1] != "numpy_device"])
+def test_weights_stay_in_their_bytes(name: str, device: str, model_on: Models, path_of: Callable[[str], Path]) -> None:
+    """Nothing is expanded on a GPU, experts included: what formats need beyond the file's bytes is a few percent."""
+    in_file = sum(t.nbytes for t in open_gguf(path_of(name)).tensors.values())
+    assert in_file <= model_on(name, device).weight_bytes <= 1.03 * in_file
+
+
 @pytest.mark.parametrize("name", FLOAT32[1:])
 def test_converted_files_have_the_sizes_of_the_fixtures(name: str, path_of: Callable[[str], Path]) -> None:
     f16 = read_hparams(open_gguf(fixture(f"gguf/{name.replace('f32', 'f16')}.gguf")))
