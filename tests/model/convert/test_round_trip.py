@@ -20,7 +20,7 @@ Kind = gguf.GGMLQuantizationType
 def check_equal(made: GGUFFile, wanted: GGUFFile, exact_decay: bool = True, n_off: int = 0) -> None:
     """Equal keys, value types and tensors. exact_decay: else ssm_a went through a logarithm and may be an ulp off.
 
-    n_off: bytes of the whole file that may be off by one.
+    n_off: how many bytes of all tensors may be off by one.
     """
     off = 0
     assert set(made.metadata) == set(wanted.metadata)
@@ -63,10 +63,13 @@ def test_the_checkpoint_of_next(tmp_path: Path, kind: str) -> None:
     check_equal(open_gguf(out), open_gguf(fixture(f"gguf/next-{kind}.gguf")), n_off=int(kind == "q8_0"))
 
 
-@pytest.mark.parametrize("name", ["dense", "moe"])
+@pytest.mark.parametrize("name", ["dense", "moe", "next"])
 def test_bf16(tmp_path: Path, name: str) -> None:
     """No fixture is in bf16: matrices against gguf-py's rounding of float32 weights, the rest against the f16 file."""
-    folder = fixture(f"hf/{name}/model.safetensors").parent
+    if name == "next":
+        folder = next_checkpoint(tmp_path / "hf")
+    else:
+        folder = fixture(f"hf/{name}/model.safetensors").parent
     made, float32 = (open_gguf(convert(folder, tmp_path / f"{kind}.gguf", kind)) for kind in ("bf16", "f32"))
     f16 = open_gguf(fixture(f"gguf/{name}-f16.gguf"))
     assert made.metadata["general.file_type"] == 32 and set(made.tensors) == set(f16.tensors)
