@@ -71,7 +71,7 @@ def test_heads(
     check_close(load(path, device=device), load(path, device="numpy"), tokens[:-1], tokens[-1:])
 
 
-@pytest.mark.parametrize("device_name", DEVICES)
+@pytest.mark.parametrize("device_name", DEVICES if FULL else ["kompute"])
 def test_a_vocabulary_of_248320(
     device_name: str, tmp_path: Path, seed: int, rng: np.random.Generator, request: pytest.FixtureRequest
 ) -> None:
@@ -85,7 +85,7 @@ def test_a_vocabulary_of_248320(
     assert greedy[0].argmax is not None and greedy[1].argmax is not None
     assert greedy[0].argmax.tolist() == greedy[1].argmax.tolist()
     assert len(model.tokenizer.encode("a")) == 1
-    for sampling in (vkb.Sampling(), vkb.Sampling(temperature=1.0, top_k=40, seed=seed)):
+    for sampling in (vkb.Sampling(temperature=1.0, top_k=40, seed=seed), *([vkb.Sampling()] if FULL else [])):
         plain, drafted = (
             vkb.generate(model, tokens, 6, sampling, spec, n_ctx=32, ignore_eos=True)
             for spec in (None, vkb.DraftMTP(2))
