@@ -17,6 +17,9 @@ from gguf_content import Content, Stored, read_content, stored, write_content
 from packed import as_qwen3next
 
 import vkbackend as vkb
+from vkbackend.device.kompute import KomputeDevice
+from vkbackend.device.vulkan import VulkanDevice
+from vkbackend.errors import ModelError
 from vkbackend.model.loader import Model, load
 from vkbackend.ops.case import nmse
 from vkbackend.quants import WITH_KERNELS, random_blocks
@@ -30,6 +33,7 @@ if not FULL:  # most of the time on a GPU goes into compiling shaders, for a CPU
     CASES = [(ARCHS[i % 3], "numpy_device", kind) for i, kind in enumerate(KINDS)]
     CASES += [("qwen35moe", "vulkan", "Q8_0"), ("qwen3next", "kompute", "Q8_0")]
 WIDTH = 256  # of every matrix: the longest block
+NUMPY_ONLY = ["IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"]
 FLOAT32 = ("norm.weight", "conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")  # in files of all types
 
 
@@ -84,3 +88,33 @@ def test_a_quantised_file_is_what_is_decoded_from_it(
         for model, spec in ((want, None), (got, None), (got, vkb.DraftMTP(3)))
     )
     assert plain_text.tokens == text.tokens == drafted.tokens and drafted.stats.drafted > 0
+
+
+def with_one_matrix_in(kind: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A float32 model but for one matrix, blk.1.ffn_down, whose bytes are all 0."""
+    monkeypatch.setattr(synthetic, "N_FF", WIDTH)
+    content = read_content(synthetic.write_model(tmp_path / "m.gguf", seed))
+    raw_kind = gguf.GGMLQuantizationType[kind]
+    rows = content.tensors["blk.1.ffn_down.weight"]
+    raw = np.zeros(gguf.quant_shape_to_byte_shape(rows.data.shape, raw_kind), np.uint8)
+    content.tensors["blk.1.ffn_down.weight"] = Stored(raw, raw_kind)
+    return write_content(content, tmp_path / "q.gguf")
+
+
+@pytest.mark.parametrize("kind", NUMPY_ONLY)
+def test_what_no_kernel_decodes_runs_on_numpy_only(
+    kind: str, kompute: KomputeDevice, vulkan: VulkanDevice, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There gguf-py decodes it."""
+    path = with_one_matrix_in(kind, tmp_path, seed, monkeypatch)
+    for device in (kompute, vulkan):
+        with pytest.raises(ModelError, match=rf"'blk.1.ffn_down.weight' is {kind.lower()}; kernels exist for f32, f16"):
+            load(path, device=device)
+    assert np.isfinite(load(path, device="numpy").context(n_ctx=8).decode([3, 7]).logits).all()
+
+
+@pytest.mark.parametrize("kind", ["Q8_1", "Q8_K"])
+def test_what_nothing_decodes_is_refused(kind: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = with_one_matrix_in(kind, tmp_path, seed, monkeypatch)
+    with pytest.raises(ModelError, match=rf"'blk.1.ffn_down.weight': .*\({kind.lower()}\) can not be decoded here"):
+        load(path, device="numpy")
