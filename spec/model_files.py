@@ -12,7 +12,9 @@ from pathlib import Path, PurePosixPath
 
 from vkbackend.errors import ModelError
 
-_SIDE_FILES = ("mmproj", "imatrix", "mtp-")
+# Matched from the start. NAME-imatrix.gguf and NAME-mmproj-F16.gguf too, but not NAME-imatrix-Q4_K_M.gguf: that is a
+# model, quantised with one.
+_SIDE_FILE = re.compile(r"mtp-|imatrix|(.*[^a-z0-9])?mmproj|.*[^a-z0-9]imatrix\.gguf$")
 _TYPE = re.compile(r"(?<![a-z0-9])(i?q(\d+)(_[a-z0-9]+)*|bf16|f16|f32|mxfp4(_moe)?)(?![a-z0-9])", re.IGNORECASE)
 _PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)", re.IGNORECASE)
 _OTHER_BITS = {"bf16": 16, "f16": 16, "f32": 32, "mxfp4": 4}
@@ -21,7 +23,7 @@ _OTHER_BITS = {"bf16": 16, "f16": 16, "f32": 32, "mxfp4": 4}
 def is_main_file(name: str) -> bool:
     """Whether a path may be a main model: a GGUF file that is not known to be something else."""
     base = PurePosixPath(name).name.lower()
-    return base.endswith(".gguf") and not base.startswith(_SIDE_FILES)
+    return base.endswith(".gguf") and not _SIDE_FILE.match(base)
 
 
 def file_type(name: str) -> str:

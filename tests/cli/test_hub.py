@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+from fixture_paths import fixture
+from gguf_content import read_content, write_content
 from hub_server import COMMIT, TOKEN, Hub, serve
 
 from vkbackend.cli import UsageError, hub
@@ -279,3 +285,46 @@ def test_malformed_names(repo: str) -> None:
 def test_a_quantisation_and_a_file() -> None:
     with pytest.raises(UsageError, match="not both"):
         hub.fetch("owner/name:Q8_0", "x-Q8_0.gguf", False, False)
+
+
+def test_progress_is_shown_on_a_terminal(client: Client, served: Hub, models: dict[str, bytes]) -> None:
+    """Bars come off the terminal in pieces; the last one says that all of the file is there."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
+    code = "from vkbackend.cli.hub import fetch; fetch('owner/name', None, False, False)"
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+    env |= {"HF_HOME": str(client.home), "HF_ENDPOINT": served.endpoint}
+    done = subprocess.run([sys.executable, "-c", code], env=env, stderr=theirs, stdout=subprocess.PIPE, timeout=120)
+    os.close(theirs)
+    shown = b""
+    with suppress(OSError):  # how the end of a terminal's output is told
+        while piece := os.read(ours, 65536):
+            shown += piece
+    os.close(ours)
+    assert (done.returncode, done.stdout) == (0, b"")
+    assert b"x-Q4_K_M.gguf" in shown and b"100%" in shown
+    assert (client.snapshot / "x-Q4_K_M.gguf").read_bytes() == models["x-Q4_K_M.gguf"]
+
+
+def test_a_separate_block_is_fetched_and_used(client: Client, served: Hub, tmp_path: Path) -> None:
+    """The whole way: a trunk and the mtp-*.gguf in its folder, one text with and without speculation."""
+    whole = read_content(fixture("gguf/dense-q8_0.gguf"))
+    trunk = read_content(fixture("gguf/dense-q8_0.gguf"))
+    trunk.tensors = {n: t for n, t in trunk.tensors.items() if not n.startswith("blk.8.")}
+    trunk.set("block_count", 8)
+    trunk.drop("nextn_predict_layers")
+    trunk.keys.pop("qwen35.attention.recurrent_layers", None)
+    whole.tensors = {n: t for n, t in whole.tensors.items() if n.startswith("blk.8.") or not n.startswith("blk.")}
+    served.repos["owner/name"] = {
+        "a/x-Q8_0.gguf": write_content(trunk, tmp_path / "trunk.gguf").read_bytes(),
+        "a/mtp-x-Q8_0.gguf": write_content(whole, tmp_path / "block.gguf").read_bytes(),
+        "mtp-x-Q8_0.gguf": b"not this one",
+    }
+    command = ["-m", "vkbackend.cli", "generate", "--hf-repo", "owner/name:Q8_0", "--device", "numpy"]
+    command += ["--prompt-ids", "1,2,3", "-n", "12", "--ignore-eos"]
+    plain = client.run(*command)
+    assert plain.returncode == 0 and plain.stdout
+    assert [name for name, _ in served.bodies()] == ["a/x-Q8_0.gguf"]  # no draft was asked for
+    drafted = client.run(*command, "--spec-type", "draft-mtp", "--stats")
+    assert (drafted.returncode, drafted.stdout) == (0, plain.stdout) and "drafts " in drafted.stderr, drafted.stderr
+    assert [name for name, _ in served.bodies()] == ["a/x-Q8_0.gguf", "a/mtp-x-Q8_0.gguf"]

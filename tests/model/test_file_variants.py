@@ -1,12 +1,15 @@
 """Every way of writing one model that is met in files: the same logits, bit for bit, of trunk and MTP block.
 
-docs/files.md has the table of them; a test here keeps it complete.
+docs/files.md has the table of them; a test here keeps it complete. Every variant is loaded on NumPy, with
+VKBACKEND_FULL=1 on Kompute and direct Vulkan too.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 import gguf
@@ -23,10 +26,14 @@ from vkbackend.model.loader import Model, load
 from vkbackend.model.split import open_model
 
 BOOL, INT32, UINT32 = (gguf.GGUFValueType[n] for n in ("BOOL", "INT32", "UINT32"))
-TOKENS = [5, 17, 300, 41, 5, 999, 0, 64]
+TOKENS = [5, 17, 300, 41, 5, 998, 0, 64]
 DOC = Path(__file__).resolve().parents[2] / "docs" / "files.md"
+DEVICES = ["numpy_device", "kompute", "vulkan"] if os.environ.get("VKBACKEND_FULL") else ["numpy_device"]
+MOE = ["qwen35moe", "qwen3next", "qwen3next with `ssm_in`"]
+ARCHS = ["qwen35", *MOE]
 
 Change = Callable[[Content], None]
+Request = pytest.FixtureRequest
 VARIANTS: dict[str, Change] = {}
 PAIRS: dict[str, tuple[Change, Change]] = {}
 
@@ -175,7 +182,7 @@ def _() -> tuple[Change, Change]:
         c.tensors[nextn(c) + "shared_head_norm.weight"] = c.tensors["output_norm.weight"]
 
     def left_out(c: Content) -> None:
-        del c.tensors[nextn(c) + "shared_head_norm.weight"]
+        c.tensors.pop(nextn(c) + "shared_head_norm.weight", None)
 
     return written, left_out
 
@@ -191,64 +198,101 @@ for _kind in ("BF16", "F16"):
 # ---- tests
 
 
+Logits = list[NDArray[np.float32]]
+Bases = Callable[[str], Content]
+Wanted = Callable[[str, str], Logits]
+
+
 @pytest.fixture(scope="module")
-def base() -> Content:
-    return read_content(fixture("gguf/dense-q8_0.gguf"))
+def base_of(tmp_path_factory: pytest.TempPathFactory) -> Bases:
+    """The file whose variants are made: a fixture, and for experts a small random model (layer 3 of 4 attends)."""
+
+    @lru_cache
+    def make(arch: str) -> Content:
+        if arch == "qwen35":
+            return read_content(fixture("gguf/dense-q8_0.gguf"))
+        path = tmp_path_factory.mktemp("base") / "moe.gguf"
+        heads = Heads(n_k_heads=2, n_v_heads=4)
+        content = read_content(write_model(path, 5, n_vocab=1000, interval=4, experts=(2, 4), heads=heads))
+        set_flags(content, content["block_count"])
+        return content if arch == "qwen35moe" else as_qwen3next(content, packed_in="ssm_in" in arch)
+
+    return lambda arch: copy(make(arch))
+
+
+@pytest.fixture(scope="module")
+def wanted_of(base_of: Bases, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Wanted:
+    """Logits of the base on a device."""
+
+    @lru_cache
+    def find(arch: str, device: str) -> Logits:
+        path = write_content(base_of(arch), tmp_path_factory.mktemp("wanted") / "base.gguf")
+        return logits(load(path, device=request.getfixturevalue(device)))
+
+    return find
 
 
 def copy(c: Content) -> Content:
     return Content(c.arch, dict(c.keys), dict(c.tensors))
 
 
-def logits(model: Model, tokens: list[int] = TOKENS, mtp: bool = True) -> list[NDArray[np.float32]]:
+def logits(model: Model, mtp: bool = True) -> Logits:
     """Logits of the trunk, and of the MTP block over the prompt and one token drafted on."""
-    out = model.context(n_ctx=32, hidden="post_norm").decode(tokens, logits="all")
+    out = model.context(n_ctx=32, hidden="post_norm").decode(TOKENS, logits="all")
     if not mtp:
         return [out.logits]
     ctx = model.mtp_context(n_ctx=32)
-    first = ctx.decode(tokens, out.hidden)
+    first = ctx.decode(TOKENS, out.hidden)
     assert first.hidden is not None
     return [out.logits, first.logits, ctx.decode([7], first.hidden[-1:]).logits]
 
 
-def check_equal(one: list[NDArray[np.float32]], two: list[NDArray[np.float32]]) -> None:
+def check_equal(one: Logits, two: Logits) -> None:
     for a, b in zip(one, two, strict=True):
         assert np.isfinite(a).all() and a.std() > 0
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.fixture(scope="module")
-def wanted(base: Content, tmp_path_factory: pytest.TempPathFactory) -> list[NDArray[np.float32]]:
-    return logits(load(fixture("gguf/dense-q8_0.gguf"), device="numpy"))
-
-
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("title", VARIANTS)
-def test_variants(title: str, base: Content, wanted: list[NDArray[np.float32]], tmp_path: Path) -> None:
-    content = copy(base)
+def test_variants(
+    title: str, arch: str, device: str, base_of: Bases, wanted_of: Wanted, tmp_path: Path, request: Request
+) -> None:
+    content = base_of(arch)
     plain = write_content(content, tmp_path / "plain.gguf").read_bytes()
     VARIANTS[title](content)
     path = write_content(content, tmp_path / "v.gguf")
     assert path.read_bytes() != plain
-    check_equal(wanted, logits(load(path, device="numpy")))
+    check_equal(wanted_of(arch, device), logits(load(path, device=request.getfixturevalue(device))))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("title", PAIRS)
-def test_pairs(title: str, base: Content, wanted: list[NDArray[np.float32]], tmp_path: Path) -> None:
+def test_pairs(
+    title: str, arch: str, device: str, base_of: Bases, wanted_of: Wanted, tmp_path: Path, request: Request
+) -> None:
     outs = []
     for i, change in enumerate(PAIRS[title]):
-        content = copy(base)
+        content = base_of(arch)
         change(content)
-        outs.append(logits(load(write_content(content, tmp_path / f"{i}.gguf"), device="numpy")))
+        path = write_content(content, tmp_path / f"{i}.gguf")
+        outs.append(logits(load(path, device=request.getfixturevalue(device))))
     check_equal(*outs)
-    assert any((a != b).any() for a, b in zip(outs[0], wanted, strict=True))  # the pair is another model than the base
+    # The pair is another model than the base. (The small ones have no norm of the block to begin with.)
+    same = all((a == b).all() for a, b in zip(outs[0], wanted_of(arch, device), strict=True))
+    assert same == ("shared_head_norm" in title and arch != "qwen35")
 
 
-def test_version_2(base: Content, wanted: list[NDArray[np.float32]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_version_2(device: str, wanted_of: Wanted, tmp_path: Path, request: Request) -> None:
     raw = bytearray(fixture("gguf/dense-q8_0.gguf").read_bytes())
     assert raw[4] == 3
     raw[4] = 2
     (tmp_path / "v2.gguf").write_bytes(raw)
-    check_equal(wanted, logits(load(tmp_path / "v2.gguf", device="numpy")))
+    model = load(tmp_path / "v2.gguf", device=request.getfixturevalue(device))
+    check_equal(wanted_of("qwen35", device), logits(model))
 
 
 def parted(base: Content, tmp_path: Path) -> tuple[Path, Path]:
@@ -263,23 +307,52 @@ def parted(base: Content, tmp_path: Path) -> tuple[Path, Path]:
     return write_content(trunk, tmp_path / "trunk.gguf"), write_content(mtp, tmp_path / "mtp-x.gguf")
 
 
-def test_trunk_and_block_apart(base: Content, wanted: list[NDArray[np.float32]], tmp_path: Path) -> None:
-    trunk, mtp = parted(base, tmp_path)
-    check_equal(wanted, logits(load(trunk, device="numpy", draft=mtp)))
-    alone = load(trunk, device="numpy")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_trunk_and_block_apart(
+    arch: str, device: str, base_of: Bases, wanted_of: Wanted, tmp_path: Path, request: Request
+) -> None:
+    trunk, mtp = parted(base_of(arch), tmp_path)
+    opened, wanted = request.getfixturevalue(device), wanted_of(arch, device)
+    check_equal(wanted, logits(load(trunk, device=opened, draft=mtp)))
+    alone = load(trunk, device=opened)
     check_equal(wanted[:1], logits(alone, mtp=False))
     with pytest.raises(ModelError, match=r"no MTP block"):
         alone.mtp_context()
-    block = load(mtp, device="numpy")
+    block = load(mtp, device=opened)
     assert block.has_mtp
     with pytest.raises(ModelError, match=r"MTP block only"):
         block.context()
 
 
-def test_split(base: Content, wanted: list[NDArray[np.float32]], tmp_path: Path) -> None:
-    path = write_content(copy(base), tmp_path / "s.gguf", per_part=40)
-    assert open_model(path).n_parts > 2
-    check_equal(wanted, logits(load(path, device="numpy")))
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_split(arch: str, device: str, base_of: Bases, wanted_of: Wanted, tmp_path: Path, request: Request) -> None:
+    path = write_content(base_of(arch), tmp_path / "s.gguf", per_part=25)
+    parts = sorted(tmp_path.glob("s-*.gguf"))
+    assert path == parts[0] and open_model(path).n_parts == len(parts) > 2
+    for given in (path, parts[-1]):
+        check_equal(wanted_of(arch, device), logits(load(given, device=request.getfixturevalue(device))))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_block_with_a_table_and_a_head_of_its_own(
+    arch: str, device: str, base_of: Bases, wanted_of: Wanted, tmp_path: Path, request: Request
+) -> None:
+    """Both hold the trunk's rows moved by one: so tokens and logits of the block move, and nothing else."""
+    content = base_of(arch)
+    for part, name in (("embed_tokens", "token_embd"), ("shared_head_head", "output")):
+        rows = np.roll(np.arange(len(content.tensors["token_embd.weight"].data)), 1)
+        content.tensors[nextn(content) + f"{part}.weight"] = content.tensors[f"{name}.weight"].rows(rows)
+    model = load(write_content(content, tmp_path / "own.gguf"), device=request.getfixturevalue(device))
+    trunk, block, _ = wanted_of(arch, device)
+    out = model.context(n_ctx=32, hidden="post_norm").decode(TOKENS, logits="all")
+    np.testing.assert_array_equal(out.logits, trunk)
+    moved = [t + 1 for t in TOKENS]
+    assert max(moved) < 1000
+    got = model.mtp_context(n_ctx=32).decode(moved, out.hidden).logits
+    np.testing.assert_array_equal(got, np.roll(block, 1, axis=1))
 
 
 MOE_VARIANTS: dict[str, Change] = {}
@@ -318,17 +391,16 @@ def _(c: Content) -> None:
     c.drop("expert_feed_forward_length")
 
 
-@pytest.mark.parametrize("arch", ["qwen35moe", "qwen3next", "qwen3next with `ssm_in`"])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("arch", MOE)
 @pytest.mark.parametrize("title", MOE_VARIANTS)
-def test_moe_variants(title: str, arch: str, tmp_path: Path, seed: int) -> None:
-    heads = Heads(n_k_heads=2, n_v_heads=4)
-    content = read_content(write_model(tmp_path / "moe.gguf", seed, experts=(2, 4), heads=heads))
-    if arch != "qwen35moe":
-        content = as_qwen3next(content, packed_in="ssm_in" in arch)
-    tokens = [t % 64 for t in TOKENS]
-    before = logits(load(write_content(content, tmp_path / "before.gguf"), device="numpy"), tokens)
+def test_moe_variants(
+    title: str, arch: str, device: str, base_of: Bases, wanted_of: Wanted, tmp_path: Path, request: Request
+) -> None:
+    content = base_of(arch)
     MOE_VARIANTS[title](content)
-    check_equal(before, logits(load(write_content(content, tmp_path / "after.gguf"), device="numpy"), tokens))
+    path = write_content(content, tmp_path / "after.gguf")
+    check_equal(wanted_of(arch, device), logits(load(path, device=request.getfixturevalue(device))))
 
 
 def test_the_page_lists_every_variant() -> None:

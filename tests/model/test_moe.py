@@ -1,11 +1,7 @@
-"""The MoE feed-forward against float64 sums written out here, and qwen35moe against golden values of its f32 weights.
-
-The quantised files of the fixture are in test_goldens.py.
-"""
+"""The MoE feed-forward against float64 sums written out here. Golden values of whole models: test_goldens.py."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,20 +10,17 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from fixture_paths import fixture
 from numpy.typing import NDArray
 from synthetic import write_model
 
-import vkbackend as vkb
 from vkbackend.device import open_device
 from vkbackend.device.base import Device
 from vkbackend.device.kompute import KomputeDevice
 from vkbackend.errors import ModelError
 from vkbackend.graph import Graph
-from vkbackend.model.convert import convert
 from vkbackend.model.gguf import open_gguf
-from vkbackend.model.hparams import HParams, read_hparams
-from vkbackend.model.loader import Model, load
+from vkbackend.model.hparams import HParams
+from vkbackend.model.loader import load
 from vkbackend.model.moe import MoeFfnKeys, moe_feed_forward, request_moe
 from vkbackend.model.weights import WeightLoader
 from vkbackend.ops.case import nmse
@@ -37,7 +30,6 @@ Floats = NDArray[np.float32]
 Values = NDArray[np.float64]
 BLOCK, NORM = "blk.1.", "blk.1.post_attention_norm.weight"
 N_USED, N_EXPERT = 3, 8
-FULL = bool(os.environ.get("VKBACKEND_FULL"))
 
 
 def write_layer(
@@ -225,57 +217,3 @@ def test_batches_are_bitwise_invariant(kompute: KomputeDevice, tmp_path: Path, r
         many.clear()
         got = np.concatenate([many.decode(tokens[i : i + n], logits="all").logits for i in range(0, 24, n)])
         np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
-
-
-@pytest.fixture(scope="module")
-def from_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The fixture's float32 weights, converted from the checkpoint; skips where the fixtures are not."""
-    folder = fixture("hf/moe/config.json").parent
-    return convert(folder, tmp_path_factory.mktemp("moe") / "moe-f32.gguf", "f32", "with", None)
-
-
-@pytest.fixture(scope="module", params=["numpy_device", "kompute", "vulkan", *(["kompute_shared"] if FULL else [])])
-def model(request: pytest.FixtureRequest, from_checkpoint: Path) -> Model:
-    return load(from_checkpoint, device=request.getfixturevalue(request.param), n_ubatch=64)
-
-
-def test_goldens_of_the_float32_weights(model: Model) -> None:
-    want, prompts = np.load(fixture("goldens/moe/ref.npz")), np.load(fixture("goldens/moe/hf.npz"))
-    assert read_hparams(open_gguf(fixture("gguf/moe-f16.gguf"))) == model.hparams
-    for n in (1, 5, 33, 100):
-        ctx = model.context(n_ctx=256)
-        prompt = prompts[f"prompt_{n}"].tolist()
-        out = ctx.decode(prompt, logits="all")
-        assert np.abs(out.logits - want[f"logits_{n}"]).max() <= 1e-3
-        tokens = [int(out.logits[-1].argmax())]
-        while len(tokens) < 64:
-            tokens.append(int(ctx.decode(tokens[-1:], greedy=True).argmax[0]))
-        differ = np.flatnonzero(np.array(tokens) != want[f"greedy_{n}"])
-        assert len(differ) == 0 or want[f"margin_{n}"][differ[0]] <= 1e-2
-
-
-def test_golden_hidden_rows_and_states(model: Model) -> None:
-    want = np.load(fixture("goldens/moe/ref.npz"))
-    prompt = np.load(fixture("goldens/moe/hf.npz"))["prompt_33"].tolist()
-    ctx = model.context(n_ctx=64, n_rs_seq=3, hidden="pre_norm")
-    assert nmse(ctx.decode(prompt).hidden, want["h_pre_33"]) <= 1e-8
-    for i, ring in enumerate(ctx.memory.rings):
-        state, conv = (
-            ctx._device.download(t.storage.buffer, t.storage.base, t.size).view(np.float32).reshape(t.shape)
-            for t in (ring.state, ring.conv)
-        )
-        assert nmse(state[0, 32 % state.shape[1]], want["state_S_33"][i].transpose(0, 2, 1)) <= 1e-8
-        newest = np.stack([conv[0][p % conv.shape[1]] for p in (30, 31, 32)])
-        assert nmse(newest, want["conv_33"][i]) <= 1e-8
-
-
-@pytest.mark.parametrize(("n_prompt", "n_max"), [(5, 4), (33, 1)])
-def test_golden_counts_of_speculation(model: Model, n_prompt: int, n_max: int) -> None:
-    want = np.load(fixture("goldens/moe/ref.npz"))
-    prompt = np.load(fixture("goldens/moe/hf.npz"))[f"prompt_{n_prompt}"].tolist()
-    gen = vkb.generate(model, prompt, 64, spec=vkb.DraftMTP(n_max), n_ctx=256, ignore_eos=True)
-    assert gen.tokens == want[f"greedy_{n_prompt}"].tolist()
-    drafted, accepted, rounds = want[f"spec_{n_prompt}_{n_max}"].tolist()
-    assert (gen.stats.drafted, gen.stats.steps) == (drafted, rounds)
-    # The golden count leaves out what the last round accepted beyond the 64th token.
-    assert 1 + rounds + accepted == 64 and 0 <= gen.stats.accepted - accepted <= n_max

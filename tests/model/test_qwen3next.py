@@ -1,16 +1,14 @@
-"""qwen3next: packed rows taken apart, against the qwen35moe model that computes the same, and golden values.
+"""qwen3next: packed rows taken apart, against the qwen35moe model that computes the same.
 
-The golden values of `next` are in ../shared only; what is written out here runs everywhere.
+Golden values of whole models are in test_goldens.py, and in ../shared only; what is written out here runs everywhere.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
-from fixture_paths import fixture
 from gguf_content import Content, read_content, write_content
 from numpy.typing import NDArray
 from packed import as_qwen3next
@@ -23,12 +21,9 @@ from vkbackend.graph import Tensor
 from vkbackend.model.context import Context
 from vkbackend.model.gguf import open_gguf
 from vkbackend.model.hparams import read_hparams
-from vkbackend.model.loader import Model, load
+from vkbackend.model.loader import load
 from vkbackend.model.qwen3next import unpacked
 from vkbackend.ops.case import nmse
-
-FULL = bool(os.environ.get("VKBACKEND_FULL"))
-DEVICES = ["numpy_device", "kompute", "vulkan"]
 
 
 def moe_content(tmp_path: Path, seed: int, n_k_heads: int, n_v_heads: int, kind: str = "F32") -> Content:
@@ -146,69 +141,3 @@ def test_wrong_shapes_are_refused(name: str, tmp_path: Path, seed: int) -> None:
     n = len(whole.data)
     with pytest.raises(ModelError, match=rf"blk.2.{name}.weight' has shape \({n - 1}, 64\); .* \({n}, 64\)"):
         load(write_content(content, tmp_path / "bad.gguf"), device="numpy")
-
-
-# ---- golden values
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def model(request: pytest.FixtureRequest) -> Model:
-    path = fixture("gguf/next-f16.gguf")
-    return load(path, device=request.getfixturevalue(request.param), n_ubatch=64)
-
-
-def test_goldens(model: Model) -> None:
-    want = np.load(fixture("goldens/next/f16.npz"))
-    prompt = np.load(fixture("goldens/next/hf.npz"))["prompt_33"].tolist()
-    ctx = model.context(n_ctx=256, hidden="post_norm")
-    out = ctx.decode(prompt, logits="all")
-    assert np.abs(out.logits - want["logits_33"]).max() <= 1e-3
-    tokens = [int(out.logits[-1].argmax())]
-    while len(tokens) < 64:
-        tokens.append(int(ctx.decode(tokens[-1:], greedy=True).argmax[0]))
-    differ = np.flatnonzero(np.array(tokens) != want["greedy_33"])
-    assert len(differ) == 0 or want["margin_33"][differ[0]] <= 1e-2
-    assert out.hidden is not None
-    mtp = model.mtp_context(n_ctx=64)
-    before = np.concatenate([np.zeros_like(out.hidden[:1]), out.hidden[:-1]])
-    assert np.abs(mtp.decode(prompt, before).logits - want["mtp_logits"]).max() <= 1e-3
-    hidden = out.hidden[-1:]
-    for token, logits in zip(want["mtp_chain_tokens"].tolist()[:4], want["mtp_chain_logits"], strict=False):
-        step = mtp.decode([token], hidden)
-        assert np.abs(step.logits[0] - logits).max() <= 1e-3
-        assert step.hidden is not None
-        hidden = step.hidden
-
-
-def test_golden_states(model: Model) -> None:
-    """Golden states are of the float32 weights, the file holds them rounded to 11 bits.
-
-    By the golden logits of both, the rounding sends the last 4 of the 33 tokens to other experts: what comes after
-    such a choice can not be compared.
-    """
-    want, rounded = np.load(fixture("goldens/next/ref.npz")), np.load(fixture("goldens/next/f16.npz"))
-    alike = np.abs(want["logits_33"] - rounded["logits_33"]).max(axis=1) < 0.1  # [33]
-    assert alike.sum() == 29
-    prompt = np.load(fixture("goldens/next/hf.npz"))["prompt_33"].tolist()
-    ctx = model.context(n_ctx=64, n_rs_seq=3, hidden="pre_norm")
-    rows = ctx.decode(prompt).hidden
-    assert rows is not None and nmse(rows[alike], want["h_pre_33"][alike]) <= 1e-5
-    for i, ring in enumerate(ctx.memory.rings[:3]):  # the layers before the first such choice
-        state, conv = tensor_of(ctx, ring.state), tensor_of(ctx, ring.conv)
-        assert nmse(state[0, 32 % state.shape[1]], want["state_S_33"][i].transpose(0, 2, 1)) <= 1e-5
-        newest = np.stack([conv[0][p % conv.shape[1]] for p in (30, 31, 32)])
-        assert nmse(newest, want["conv_33"][i]) <= 1e-5
-
-
-@pytest.mark.parametrize(("n_prompt", "n_max"), [(5, 1), (5, 2), (5, 3), (5, 4)] if FULL else [(5, 1)])
-def test_golden_counts_of_speculation(model: Model, n_prompt: int, n_max: int) -> None:
-    """The text is that of the float32 weights; rounding moves single drafts, and with them at most one round."""
-    want = np.load(fixture("goldens/next/ref.npz"))
-    prompt = np.load(fixture("goldens/next/hf.npz"))[f"prompt_{n_prompt}"].tolist()
-    gen = vkb.generate(model, prompt, 64, spec=vkb.DraftMTP(n_max), n_ctx=256, ignore_eos=True)
-    assert gen.tokens == want[f"greedy_{n_prompt}"].tolist()
-    drafted, accepted, rounds = want[f"spec_{n_prompt}_{n_max}"].tolist()
-    assert abs(gen.stats.steps - rounds) <= (n_max > 1)
-    assert gen.stats.drafted == n_max * gen.stats.steps and drafted == n_max * rounds
-    if gen.stats.steps == rounds:  # the golden count leaves out what the last round accepted beyond the 64th token
-        assert 0 <= gen.stats.accepted - accepted <= n_max

@@ -45,10 +45,15 @@ def test_side_files_are_no_models() -> None:
         "mtp-x-q8_0.gguf",
         "MTP-x.GGUF",
         "readme.md",
+        "x-imatrix.gguf",
+        "x.imatrix.gguf",
+        "X-mmproj-F16.gguf",
+        "x_mmproj_q8_0.gguf",
         "x-mtp-q8_0.gguf",
+        "x-imatrix-q4_k_m.gguf",
         "b/y.gguf",
     ]
-    assert [n for n in names if is_main_file(n)] == ["x-mtp-q8_0.gguf", "b/y.gguf"]
+    assert [n for n in names if is_main_file(n)] == ["x-mtp-q8_0.gguf", "x-imatrix-q4_k_m.gguf", "b/y.gguf"]
 
 
 def test_the_deepest_shared_folder_comes_before_the_nearest_bits() -> None:
@@ -110,6 +115,13 @@ NAMES = [
 )
 def test_the_main_file(quant: str, chosen: str) -> None:
     assert choose_main(NAMES, quant) == chosen
+
+
+def test_side_files_are_never_chosen() -> None:
+    names = ["a-imatrix.gguf", "a-mmproj-F16.gguf", "mmproj-Q6_K.gguf", "mtp-a-F16.gguf", "b-Q6_K.gguf"]
+    assert choose_main(names) == choose_main(names, "q6_k") == "b-Q6_K.gguf"
+    with pytest.raises(ModelError, match="'F16' in it; there are q6_k"):
+        choose_main(names, "F16")
 
 
 def test_the_main_file_without_the_usual_type() -> None:
