@@ -224,11 +224,9 @@ def test_converted_files_have_the_sizes_of_the_fixtures(name: str, path_of: Call
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["dense-q8_0", "dense-k-q4_k_m", "moe-q8_0"] if FULL else ["dense-q8_0"])
+@pytest.mark.parametrize("name", ["dense-q8_0", "dense-k-q4_k_m", "moe-q8_0"] if FULL else ["dense-q8_0", "moe-q8_0"])
 def test_decode_batches_are_bitwise_invariant(name: str, device: str, seed: int, model_on: Models) -> None:
     """A token's logits are the same bits alone, in any batch up to 16, and however the earlier ones were split."""
-    if name.startswith("moe") and device == "numpy_device":
-        pytest.skip("a feed-forward of experts is the exception on NumPy (docs/design.md)")
     model = model_on(name, device)
     tokens = prompt_of(name, 100)[:48]
     alone = model.context(n_ctx=64)

@@ -122,12 +122,15 @@ def _reference(node: Node, inputs: Sequence[Array], outputs: Sequence[Array]) ->
     normed = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + attrs.eps) * of.norm
     ids, weights = route(of.logits, attrs.n_used)  # [n_rows, n_used]
     y = x + sigmoid(of.shared_gate) * of.shared
+    step = 1 if len(x) <= MAX_ROWS else len(x)  # row by row: then a row's bits do not depend on those beside it
     for expert in np.unique(ids):
-        rows, slots = np.nonzero(ids == expert)  # a row chooses an expert once at most
-        gate = normed[rows] @ _expert(of.gate, expert, n_ff if of.up else 2 * n_ff).T
-        up = normed[rows] @ _expert(of.up, expert, n_ff).T if of.up else gate[:, n_ff:]
-        inner = silu(gate[:, :n_ff]) * up
-        y[rows] += weights[rows, slots, None] * (inner @ _expert(of.down, expert, x.shape[1]).T)
+        all_rows, all_slots = np.nonzero(ids == expert)  # a row chooses an expert once at most
+        for at in range(0, len(all_rows), step):
+            rows, slots = all_rows[at : at + step], all_slots[at : at + step]
+            gate = normed[rows] @ _expert(of.gate, expert, n_ff if of.up else 2 * n_ff).T
+            up = normed[rows] @ _expert(of.up, expert, n_ff).T if of.up else gate[:, n_ff:]
+            inner = silu(gate[:, :n_ff]) * up
+            y[rows] += weights[rows, slots, None] * (inner @ _expert(of.down, expert, x.shape[1]).T)
     outputs[0][...] = y
 
 
