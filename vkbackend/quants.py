@@ -220,11 +220,16 @@ def weight_format(ggml_type: int) -> WeightFormat:
     return _FORMATS[int(ggml_type)]
 
 
+_NOT_ALONE = ("nvfp4",)  # such matrices may come with scales in tensors of their own, which nothing here reads
+
+
 def dequantize(raw: Bytes, ggml_type: int, shape: tuple[int, ...]) -> Floats:
-    """File bytes of any quantisation that gguf-py decodes as float32 of the given shape. Raises `ModelError`."""
+    """File bytes of a quantisation that gguf-py decodes as float32 of the given shape. Raises `ModelError`."""
     if weight_name(ggml_type) == "f32":
         return np.ascontiguousarray(raw).view(np.float32).reshape(shape)
     try:
+        if weight_name(ggml_type) in _NOT_ALONE:
+            raise NotImplementedError
         values = gguf.quants.dequantize(np.ascontiguousarray(raw), gguf.GGMLQuantizationType(ggml_type))
     except (ValueError, KeyError, NotImplementedError) as error:
         raise ModelError(

@@ -113,7 +113,7 @@ def test_what_no_kernel_decodes_runs_on_numpy_only(
     assert np.isfinite(load(path, device="numpy").context(n_ctx=8).decode([3, 7]).logits).all()
 
 
-@pytest.mark.parametrize("kind", ["Q8_1", "Q8_K"])
+@pytest.mark.parametrize("kind", ["Q8_1", "Q8_K", "NVFP4"])
 def test_what_nothing_decodes_is_refused(kind: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     path = with_one_matrix_in(kind, tmp_path, seed, monkeypatch)
     with pytest.raises(ModelError, match=rf"'blk.1.ffn_down.weight': .*\({kind.lower()}\) can not be decoded here"):
