@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vkbackend.device import Device, open_device
 from vkbackend.device.pace import Pace
-from vkbackend.errors import ContextError, DeviceError, ModelError, is_whole, shown
+from vkbackend.errors import ContextError, DeviceError, ModelError, is_whole, quoted, shown
 from vkbackend.model.burst import Burst, DraftBurst, PlainBurst
 from vkbackend.model.context import Context
 from vkbackend.model.gguf import GGUFFile
@@ -21,6 +21,7 @@ from vkbackend.model.qwen35 import HIDDEN_KINDS, Trunk, build_trunk, request_blo
 from vkbackend.model.split import open_model
 from vkbackend.model.tokenizer import Tokenizer
 from vkbackend.model.weights import WeightLoader
+from vkbackend.quants import ALL_FORMATS
 
 log = logging.getLogger("vkbackend")
 
@@ -73,7 +74,7 @@ class Model:
             raise ModelError(
                 "this file holds an MTP block only (mtp-*.gguf); load the main model with draft= this file"
             )
-        check_sizes(n_ctx, n_seq_max, n_rs_seq)
+        n_ctx, n_seq_max, n_rs_seq = check_sizes(n_ctx, n_seq_max, n_rs_seq)
         if hidden is not None:
             _check_hidden(hidden)
         hp = self.hparams
@@ -106,7 +107,7 @@ class Model:
                 f"this model has no MTP block ({self.arch}.nextn_predict_layers is 0); load a file that has one, or "
                 "give a separate mtp-*.gguf as draft="
             )
-        check_sizes(n_ctx, n_seq_max, 0)
+        n_ctx, n_seq_max, _ = check_sizes(n_ctx, n_seq_max)
         _check_hidden(hidden)
         hp = self._mtp.hp
         shape = MemoryShape(1, 0, n_seq_max, n_ctx, 0, hp.n_head_kv, hp.head_dim)
@@ -149,12 +150,14 @@ def load(
     """
     if not is_whole(n_ubatch) or n_ubatch < 1:
         raise ContextError(f"n_ubatch is {shown(n_ubatch)}; a whole number of at least 1 is needed")
+    n_ubatch = int(n_ubatch)
     if not isinstance(device, str) and not hasattr(device, "compile"):
         raise DeviceError(
             f"device is {shown(device)}; 'auto', a name such as 'kompute:0' (see: vkbackend devices) or an open device "
             "is needed"
         )
     file = open_model(path)
+    _refuse_scales(file)
     hp = read_hparams(file)
     if hp.arch == "qwen3next":
         file = unpacked(file, hp)
@@ -195,11 +198,22 @@ def _load_on(
     return Model(device, hp, tokenizer, loader, trunk, mtp, n_ubatch, weight_bytes)
 
 
+def _refuse_scales(file: GGUFFile) -> None:
+    """Raises `ModelError` for a file whose matrices are to be multiplied by tensors of their own (NVFP4, FP8)."""
+    for name in file.tensors:
+        if name.endswith(".scale"):
+            raise ModelError(
+                f"{file.path}: tensor {quoted(name)} scales another one, which is not done here; use a file in one of "
+                + ", ".join(f.name for f in ALL_FORMATS.values())
+            )
+
+
 def _mtp_source(file: GGUFFile, hp: HParams, draft: str | Path | None) -> tuple[GGUFFile | None, HParams]:
     if draft is None:
         has_block = hp.n_nextn > 0 and f"blk.{hp.n_main}.nextn.eh_proj.weight" in file.tensors
         return (file if has_block else None), hp
     other = open_model(draft)
+    _refuse_scales(other)
     draft_hp = read_hparams(other)
     for name in ("n_embd", "n_vocab"):
         mine, theirs = getattr(hp, name), getattr(draft_hp, name)
@@ -208,11 +222,12 @@ def _mtp_source(file: GGUFFile, hp: HParams, draft: str | Path | None) -> tuple[
     return other, draft_hp
 
 
-def check_sizes(n_ctx: int, n_seq_max: int = 1, n_rs_seq: int = 0) -> None:
-    """Raises `ContextError` for sizes of a context that are no whole numbers, or too small."""
+def check_sizes(n_ctx: int, n_seq_max: int = 1, n_rs_seq: int = 0) -> tuple[int, int, int]:
+    """The sizes of a context as Python's numbers. Raises `ContextError` for what is no whole number, or too small."""
     for name, value, least in (("n_ctx", n_ctx, 1), ("n_seq_max", n_seq_max, 1), ("n_rs_seq", n_rs_seq, 0)):
         if not is_whole(value) or value < least:
             raise ContextError(f"context: {name} is {shown(value)}; a whole number of at least {least} is needed")
+    return int(n_ctx), int(n_seq_max), int(n_rs_seq)  # NumPy's would overflow, and Kompute crashes on them
 
 
 def _check_hidden(hidden: str) -> None:

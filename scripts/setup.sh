@@ -8,8 +8,8 @@ say() { echo "setup: $*" >&2; }
 # cksum, not sha256sum: POSIX has it, so macOS too.
 stamp=.venv/setup.stamp
 key=$(cat pyproject.toml setup.py scripts/setup.sh | cksum | tr ' ' -)
-shaders_key=$(cat shaders/*.comp shaders/include/*.glsl shaders/*.py vkbackend/ops/*.py vkbackend/device/copy.py |
-    cksum | tr ' ' -)
+shaders_key=$(cat shaders/*.comp shaders/include/*.glsl shaders/*.py vkbackend/ops/*.py \
+    vkbackend/device/{copy,kompute_order}.py | cksum | tr ' ' -)
 
 build_shaders() {
     say "compiling shaders (about 570 the first time: a few minutes; later what has changed)"
@@ -127,7 +127,7 @@ pip install -e ".[kompute,vulkan,test]"
 # setuptools finds an editable package with several folders only after the path was searched, and there the clone itself
 # is in the way for Python run beside it: a folder vkbackend, taken for a namespace package. A real package on the path
 # comes before any namespace; the link lies alone in its folder, so that nothing else can be imported by it.
-mkdir -p .venv/import && ln -sfn ../../vkbackend .venv/import/vkbackend
+mkdir -p .venv/import && ln -sfn "$PWD/vkbackend" .venv/import/vkbackend
 echo "$PWD/.venv/import" >"$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vkbackend.pth"
 build_shaders
 say "done"

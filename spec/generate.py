@@ -92,6 +92,7 @@ class Session:
         ignore_eos: bool = False,
     ) -> TextStream:
         """Begins a text, forgetting the one before. Arguments and errors as for `generate`."""
+        _check_sampling(sampling)
         ids = check_prompt(self.model, prompt, self.context.n_ctx)
         return TextStream(self, ids, check_max_tokens(max_tokens), sampling or Sampling(), stop, ignore_eos)
 
@@ -355,7 +356,7 @@ def stream(
 
 def check_prompt(model: Model, prompt: str | Sequence[int], n_ctx: int) -> list[int]:
     """The prompt's token ids. Raises `ContextError` when there are none, too many, or some outside the vocabulary."""
-    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
+    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable) or getattr(prompt, "ndim", 1) == 0:
         raise ContextError(f"generate: the prompt is of type {type(prompt).__name__}; a str or token ids are needed")
     ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     n_vocab = model.hparams.n_vocab
@@ -378,6 +379,12 @@ def _check_spec(spec: object) -> None:
     """Raises `ContextError` for what is no speculator: its name, or the class itself."""
     if spec is not None and (isinstance(spec, type) or not hasattr(spec, "start")):
         raise ContextError(f"generate: spec is {shown(spec)}; a speculator such as vkb.DraftMTP(), or None, is needed")
+
+
+def _check_sampling(sampling: object) -> None:
+    """Raises `ContextError` for what is no `Sampling`: a temperature, or a name."""
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise ContextError(f"generate: sampling is {shown(sampling)}; a vkb.Sampling(), or None, is needed")
 
 
 def check_max_tokens(max_tokens: int) -> int:

@@ -34,7 +34,7 @@ def shown(value: object) -> str:
     """A value out of a file for a message of one line: long texts cut short, long arrays by their length."""
     if isinstance(value, str):
         return quoted(value) if len(value) <= 100 else f"{quoted(value)}... ({len(value)} characters)"
-    if not isinstance(value, Sized):
+    if not isinstance(value, Sized) or getattr(value, "ndim", 1) == 0:  # an array without axes has no length
         return repr(value)
     values = getattr(value, "tolist", lambda: value)() if len(value) <= 8 else None
     short = isinstance(values, list) and all(isinstance(v, bool | int | float) for v in values)

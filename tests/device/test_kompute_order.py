@@ -69,6 +69,16 @@ def test_every_run_is_watched() -> None:
     device.close()
 
 
+def test_a_trial_that_can_not_run_is_a_device_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(self: Witness, sequence: Any, steps: int) -> None:
+        raise RuntimeError("vk::Queue::submit: ErrorDeviceLost")
+
+    _relaxed().close()
+    monkeypatch.setattr(Witness, "record", lost)
+    with pytest.raises(DeviceError, match=r"kompute:0: trying whether dispatches wait.*ErrorDeviceLost"):
+        KomputeDevice(0, relaxed=True)
+
+
 def _witness(words: list[int], count: int) -> Witness:
     return Witness(None, None, np.array(words * GROUPS, np.uint32), None, count)
 

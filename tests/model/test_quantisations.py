@@ -118,3 +118,11 @@ def test_what_nothing_decodes_is_refused(kind: str, tmp_path: Path, seed: int, m
     path = with_one_matrix_in(kind, tmp_path, seed, monkeypatch)
     with pytest.raises(ModelError, match=rf"'blk.1.ffn_down.weight': .*\({kind.lower()}\) can not be decoded here"):
         load(path, device="numpy")
+
+
+def test_scales_in_tensors_of_their_own_are_refused(tmp_path: Path, seed: int) -> None:
+    """Left out, they would give another model without a word."""
+    content = read_content(synthetic.write_model(tmp_path / "m.gguf", seed))
+    content.tensors["blk.1.ffn_down.scale"] = stored(np.full(1, 2.0, np.float32))
+    with pytest.raises(ModelError, match=r"q\.gguf: tensor 'blk.1.ffn_down.scale' scales another one.*f32, f16"):
+        load(write_content(content, tmp_path / "q.gguf"), device="numpy")

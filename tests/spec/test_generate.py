@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import vkbackend as vkb
+from vkbackend.cli.common import demo_model
 from vkbackend.model.loader import Model
 from vkbackend.spec.draft_mtp import MTPSpeculator
 from vkbackend.spec.generate import Session
@@ -207,6 +208,8 @@ def test_poor_acceptance_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
         ({"prompt": b"abc"}, "prompt is of type bytes; a str or token ids"),
         ({"prompt": 7}, "prompt is of type int; a str or token ids"),
         ({"spec": "draft-mtp"}, r"spec is 'draft-mtp'; a speculator such as vkb\.DraftMTP\(\)"),
+        ({"sampling": 0.7}, r"sampling is 0\.7; a vkb\.Sampling\(\)"),
+        ({"n_ctx": np.array(16)}, r"n_ctx is array\(16\); a whole number"),
         ({"spec": vkb.DraftMTP}, r"spec is <class .*DraftMTP'>; a speculator"),
         ({"n_ctx": "64"}, "n_ctx is '64'; a whole number of at least 1"),
         ({"n_ctx": 0}, "n_ctx is 0; a whole number of at least 1"),
@@ -227,3 +230,14 @@ def test_bad_arguments_reach_no_device(
 def test_numpy_ids_are_ids(demo: Model) -> None:
     ids: NDArray[np.int64] = np.array(demo.tokenizer.encode(CODE))
     assert vkb.generate(demo, ids, 5, n_ctx=64).tokens == vkb.generate(demo, CODE, 5, n_ctx=64).tokens  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["numpy", "kompute", "vulkan"])
+def test_sizes_may_be_numpy_numbers(device: str, request: pytest.FixtureRequest) -> None:
+    """They reach kernels as Python's numbers: Kompute would crash, and small ones overflow."""
+    opened = request.getfixturevalue("numpy_device" if device == "numpy" else device)
+    model = vkb.load(demo_model(), device=opened, n_ubatch=np.int64(512))
+    tokens = list(range(60))
+    want = model.context(n_ctx=100).decode(tokens).logits
+    got = model.context(n_ctx=np.int8(100), n_seq_max=np.int8(1), n_rs_seq=np.uint64(0)).decode(tokens).logits
+    np.testing.assert_array_equal(got, want)

@@ -127,7 +127,7 @@ class KomputeDevice:
         self._witness: Witness | None = None
         if relaxed or (relaxed is None and found[index].driver_id in SEEN_TO_WAIT):
             self._witness = self._new_witness()
-            if not self._witness.try_out(self._manager.sequence):
+            if not self._witness.try_out(self._manager.sequence, self.info.name):
                 self._witness = None
 
     @property

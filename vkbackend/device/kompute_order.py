@@ -65,8 +65,8 @@ class Witness:
                 f"the device as {device}:strict"
             )
 
-    def try_out(self, new_sequence: Callable[[], Any]) -> bool:
-        """Whether the device's dispatches wait: true when many do."""
+    def try_out(self, new_sequence: Callable[[], Any], device: str) -> bool:
+        """Whether the device's dispatches wait: true when many do. Raises `DeviceError` when they do not run."""
         sequence = new_sequence()
         try:
             sequence.record(self.kp.OpTensorSyncDevice([self.tensor]))
@@ -74,6 +74,8 @@ class Witness:
             self.words[:] = self.count
             sequence.eval()
             return self.holds(TRIAL_STEPS)
+        except RuntimeError as error:
+            raise DeviceError(f"{device}: trying whether dispatches wait for each other failed: {error}") from error
         finally:
             sequence.destroy()
 
