@@ -75,12 +75,12 @@ def test_a_trial_that_can_not_run_is_a_device_error(monkeypatch: pytest.MonkeyPa
 
     _relaxed().close()
     monkeypatch.setattr(Witness, "record", lost)
-    with pytest.raises(DeviceError, match=r"kompute:0: trying whether dispatches wait.*ErrorDeviceLost"):
+    with pytest.raises(DeviceError, match=r"kompute:0: trying whether.*ErrorDeviceLost; kompute:0:strict"):
         KomputeDevice(0, relaxed=True)
 
 
 def _witness(words: list[int], count: int) -> Witness:
-    return Witness(None, None, np.array(words * GROUPS, np.uint32), None, count)
+    return Witness("kompute:0", None, None, np.array(words * GROUPS, np.uint32), None, count)
 
 
 def test_what_a_witness_takes_for_right() -> None:

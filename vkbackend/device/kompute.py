@@ -63,10 +63,10 @@ class KomputeRecording:
         algorithms: list[KomputeAlgorithm],
         level_ends: list[int],
         timestamp_ns: float,
-        watched: tuple[str, Witness] | None = None,
+        witness: Witness | None = None,
     ) -> None:
         self._sequence = sequence
-        self._watched = watched  # the device's name, and what sees whether dispatches wait
+        self._witness = witness  # none where a barrier stands between levels
         self._algorithms = algorithms
         self._level_ends = level_ends
         self._timestamp_ns = timestamp_ns
@@ -76,9 +76,8 @@ class KomputeRecording:
             self._sequence.eval()
         except RuntimeError as error:
             raise DeviceError(f"kompute: running a recording failed: {error}{_advice(error)}") from error
-        if self._watched is not None:
-            name, witness = self._watched
-            witness.check(name)
+        if self._witness is not None:
+            self._witness.check()
 
     def level_seconds(self) -> list[float]:
         ticks = self._sequence.get_timestamps()
@@ -127,7 +126,7 @@ class KomputeDevice:
         self._witness: Witness | None = None
         if relaxed or (relaxed is None and found[index].driver_id in SEEN_TO_WAIT):
             self._witness = self._new_witness()
-            if not self._witness.try_out(self._manager.sequence, self.info.name):
+            if not self._witness.try_out(self._manager.sequence):
                 self._witness = None
 
     @property
@@ -235,11 +234,9 @@ class KomputeDevice:
                 n += 1
             ends.append(n)
         sequence.record(kp.OpTensorSyncLocal([_tensor_of(outputs)]))
-        watched = None
         if self._witness is not None:
             self._witness.record(sequence, RUN_STEPS)
-            watched = self.info.name, self._witness
-        return KomputeRecording(sequence, used_algorithms, ends, self._timestamp_ns, watched)
+        return KomputeRecording(sequence, used_algorithms, ends, self._timestamp_ns, self._witness)
 
     def _algorithm(
         self,
@@ -288,7 +285,7 @@ class KomputeDevice:
     def _new_witness(self) -> Witness:
         region = self.host_region(2 * GROUPS, "order witness")
         algorithm = self._algorithm(WITNESS, [region], (), (GROUPS, 1, 1), push(0))
-        return Witness(self._kp, region.tensor, region.words, algorithm.algorithm)
+        return Witness(self.info.name, self._kp, region.tensor, region.words, algorithm.algorithm)
 
     def _self_test(self) -> None:
         """Writes and reads a pattern: kp 0.9.0 built for another NumPy reads wrong values without an error."""

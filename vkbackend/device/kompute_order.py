@@ -29,9 +29,11 @@ RUN_STEPS, TRIAL_STEPS = 4, 256  # even: the last step writes where the first on
 class Witness:
     """Words that count the steps of `order_witness.comp`. A step that does not wait for the one before spoils them.
 
-    `tensor` is an eDevice tensor of 2 GROUPS words, `words` its host side, `algorithm` binds it to the kernel.
+    `device`: its name. `tensor`: an eDevice tensor of 2 GROUPS words; `words`: its host side. `algorithm` binds
+    it to the kernel.
     """
 
+    device: str
     kp: Any
     tensor: Any
     words: Words
@@ -57,15 +59,15 @@ class Witness:
         self.count = int(seen[0])
         return True
 
-    def check(self, device: str) -> None:
+    def check(self) -> None:
         """Raises `DeviceError` when a step of the last run did not wait."""
         if not self.holds(RUN_STEPS):
             raise DeviceError(
-                f"{device}: dispatches did not wait for those before them; what this run has computed is lost: open "
-                f"the device as {device}:strict"
+                f"{self.device}: dispatches did not wait for those before them; what this run has computed is lost: "
+                f"open the device as {self.device}:strict"
             )
 
-    def try_out(self, new_sequence: Callable[[], Any], device: str) -> bool:
+    def try_out(self, new_sequence: Callable[[], Any]) -> bool:
         """Whether the device's dispatches wait: true when many do. Raises `DeviceError` when they do not run."""
         sequence = new_sequence()
         try:
@@ -75,7 +77,10 @@ class Witness:
             sequence.eval()
             return self.holds(TRIAL_STEPS)
         except RuntimeError as error:
-            raise DeviceError(f"{device}: trying whether dispatches wait for each other failed: {error}") from error
+            raise DeviceError(
+                f"{self.device}: trying whether dispatches wait for each other failed: {error}; "
+                f"{self.device}:strict does without"
+            ) from error
         finally:
             sequence.destroy()
 

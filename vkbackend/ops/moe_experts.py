@@ -125,12 +125,14 @@ def _reference(node: Node, inputs: Sequence[Array], outputs: Sequence[Array]) ->
     step = 1 if len(x) <= MAX_ROWS else len(x)  # row by row: then a row's bits do not depend on those beside it
     for expert in np.unique(ids):
         all_rows, all_slots = np.nonzero(ids == expert)  # a row chooses an expert once at most
+        w_gate, w_down = _expert(of.gate, expert, n_ff if of.up else 2 * n_ff), _expert(of.down, expert, x.shape[1])
+        w_up = _expert(of.up, expert, n_ff) if of.up else None
         for at in range(0, len(all_rows), step):
             rows, slots = all_rows[at : at + step], all_slots[at : at + step]
-            gate = normed[rows] @ _expert(of.gate, expert, n_ff if of.up else 2 * n_ff).T
-            up = normed[rows] @ _expert(of.up, expert, n_ff).T if of.up else gate[:, n_ff:]
+            gate = normed[rows] @ w_gate.T
+            up = gate[:, n_ff:] if w_up is None else normed[rows] @ w_up.T
             inner = silu(gate[:, :n_ff]) * up
-            y[rows] += weights[rows, slots, None] * (inner @ _expert(of.down, expert, x.shape[1]).T)
+            y[rows] += weights[rows, slots, None] * (inner @ w_down.T)
     outputs[0][...] = y
 
 
