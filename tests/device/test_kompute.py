@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,6 +165,9 @@ def test_too_large_a_buffer_is_refused_before_kompute_sees_it(
 
 def test_what_kompute_raises_is_told_as_a_device_error(fresh: KomputeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing:
+        def is_init(self) -> bool:
+            return True
+
         def __getattr__(self, name: str) -> Any:
             def fail(*_: Any) -> Any:
                 raise RuntimeError(f"{name} failed")
@@ -410,7 +413,7 @@ def test_errors_of_vulkan_come_with_advice(
         raise RuntimeError(f"vk::Something: {vulkan_says}")
 
     with pytest.raises(DeviceError, match=f"{vulkan_says}; .*{advice}"):
-        KomputeRecording(SimpleNamespace(eval=fail), [], [], 1.0).run()
+        KomputeRecording(SimpleNamespace(eval=fail, is_init=lambda: True), [], [], 1.0).run()
     manager = fresh._manager
     monkeypatch.setattr(fresh, "_manager", SimpleNamespace(tensor_t=fail))
     with pytest.raises(
@@ -443,3 +446,27 @@ def test_a_failing_copy_is_a_device_error(fresh: KomputeDevice, monkeypatch: pyt
     monkeypatch.setattr(fresh, "_manager", manager)
     fresh.fill(x, 0, 8, 5)
     assert fresh.download(x, 0, 8).tolist() == [5] * 8
+
+
+def test_using_a_closed_device_is_an_error(kompute: KomputeDevice) -> None:
+    device = KomputeDevice(0)
+    buffer, region = device.allocate(8), device.host_region(8, "region")
+    outputs = device.host_region(8, "outputs")
+    recording = device.record([], region, outputs, False)
+    recording.run()
+    device.close()
+    calls: list[Callable[[], object]] = [
+        recording.run,
+        recording.level_seconds,
+        lambda: device.allocate(8),
+        lambda: device.host_region(8, "another"),
+        lambda: device.upload(buffer, 0, np.zeros(8, np.uint32)),
+        lambda: device.download(buffer, 0, 8),
+        lambda: device.fill(buffer, 0, 8, 1),
+        lambda: region.words,
+        lambda: device.record([], region, outputs, False),
+    ]
+    for call in calls:
+        with pytest.raises(DeviceError, match="is closed"):
+            call()
+    device.close()

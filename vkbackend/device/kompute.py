@@ -46,12 +46,18 @@ class KomputeBuffer:
 
 @dataclass(eq=False)
 class KomputeHostRegion:
-    """An eDevice or eHost tensor: `words` is Kompute's mapped host side."""
+    """An eDevice or eHost tensor with Kompute's mapped host side."""
 
     tensor: Any
     n_words: int
-    words: Words
+    mapped: Words
     copies: list[KomputeAlgorithm] = field(default_factory=list)
+
+    @property
+    def words(self) -> Words:
+        """The host's words. Raises `DeviceError` when the device was closed, which unmaps them."""
+        _check_open(self.tensor)
+        return self.mapped
 
 
 class KomputeRecording:
@@ -72,6 +78,7 @@ class KomputeRecording:
         self._timestamp_ns = timestamp_ns
 
     def run(self) -> None:
+        _check_open(self._sequence)
         try:
             self._sequence.eval()
         except RuntimeError as error:
@@ -80,6 +87,7 @@ class KomputeRecording:
             self._witness.check()
 
     def level_seconds(self) -> list[float]:
+        _check_open(self._sequence)
         ticks = self._sequence.get_timestamps()
         ends = [ticks[i] for i in self._level_ends]
         return [(b - a) * self._timestamp_ns * 1e-9 for a, b in zip(ends, ends[1:], strict=False)]
@@ -121,6 +129,7 @@ class KomputeDevice:
         self.pool = RegionPool(self)
         self._staging: KomputeHostRegion | None = None
         self._staging_lock = threading.Lock()  # a thread fills it, copies, and reads it in one turn
+        # What stands for a barrier, and tells whether the device is open.
         self._barrier = self._manager.tensor_t(np.zeros(1, np.uint32), kp.TensorTypes.device)
         self._self_test()
         self._witness: Witness | None = None
@@ -187,6 +196,7 @@ class KomputeDevice:
         self._eval(COPY_WORDS, [source, target], (source_at, target_at, n_words))
 
     def _tensor(self, data: Words, kind: Any, label: str) -> Any:
+        _check_open(self._barrier)
         try:
             tensor = self._manager.tensor_t(data, kind)
             self._sizes[tensor] = data.nbytes
@@ -217,6 +227,7 @@ class KomputeDevice:
         timestamps: bool,
         used: tuple[int, int] | None = None,
     ) -> KomputeRecording:
+        _check_open(self._barrier)
         kp = self._kp
         n_ops = sum(len(level) for level in levels) + len(levels) + 2 + (RUN_STEPS + 1 if self.relaxed else 0)
         sequence = self._manager.sequence(0, n_ops if timestamps else 0)
@@ -266,6 +277,7 @@ class KomputeDevice:
         return found
 
     def _eval(self, kernel: Kernel, buffers: Sequence[Any], push: tuple[int, ...]) -> None:
+        _check_open(self._barrier)
         algorithm = self._algorithm(kernel, buffers, (), GRID, push)
         others = {id(b) for b in buffers if b is not self._staging}
         if len(others) == 1 and all(algorithm is not known for b in buffers for known in b.copies):
@@ -303,6 +315,12 @@ class KomputeDevice:
         self.pool = RegionPool(self)
         self._staging = None
         self._manager.destroy()
+
+
+def _check_open(made: Any) -> None:
+    """Kompute does not look whether what it made (a tensor, a sequence) is still there when it is used."""
+    if not made.is_init():
+        raise DeviceError("kompute: the device is closed; open it again")
 
 
 def _advice(error: RuntimeError) -> str:
