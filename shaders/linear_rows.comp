@@ -1,20 +1,26 @@
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #include "common.glsl"
-#include "lanes.glsl"
 
 // Product of a weight matrix with 1..16 rows of x. SPLIT teams share N_R weight rows: a lane takes every
-// (8 * SPLIT)-th chunk of 16 columns, for all TOKENS rows of x; lanes are summed by team_add, teams in their order. That
-// order is the same whatever TOKENS and N_R are, which is what makes decoding independent of the batch.
+// (8 * SPLIT)-th chunk of 16 columns (WIDE: every (8 * SPLIT)-th piece of 32), for all TOKENS rows of x; lanes are summed by
+// team_add, teams in their order. That order is the same whatever TOKENS and N_R are, which is what makes decoding independent
+// of the batch.
+//
+// The teams of a warp take the same columns of different weight rows, and with STRIDE 4 the invocations that want the same
+// of x are neighbours: an NVIDIA GPU serves 16-byte loads 8 invocations at a time, and these then want 2 addresses, not 8.
 //
 // With NORM the norm costs no pass of its own: y = (W (x * norm)) / sqrt(mean(x^2) + eps), and the squares are summed
 // beside the products. With GROUPS groups of columns of x are scaled likewise, their sums of squares being given.
 layout(constant_id = 0) const uint TOKENS = 1u;
 layout(constant_id = 1) const uint N_R = 1u;
 layout(constant_id = 2) const uint SPLIT = 1u;
-layout(constant_id = 3) const uint AHEAD = 1u;  // chunks whose loads are under way at a time
+layout(constant_id = 3) const uint WIDE = 0u;
+layout(constant_id = 4) const uint STRIDE = 1u;  // between the lanes of a team
 
-// The teams of a warp take the same columns of different weight rows, so that they read the same x.
+#define LANE_STRIDE STRIDE
+#include "lanes.glsl"
+
 #define SLOTS (TEAMS / SPLIT)
 
 layout(local_size_x = LOCAL_SIZE) in;
@@ -56,6 +62,58 @@ float group_scale(uint t, uint column) {
 }
 #endif
 
+// Adds what 16 columns, chunk c of each row, give to the sums.
+void add_chunk(Chunk w[N_R], uint c, inout float sums[N_R][TOKENS], inout float squares[TOKENS]) {
+    float part[N_R][TOKENS];
+    float x_sum[TOKENS];
+    [[unroll]] for (uint i = 0u; i < 4u; ++i) {
+        vec4 q[N_R];
+        [[unroll]] for (uint r = 0u; r < N_R; ++r) { q[r] = unpack(w[r], i); }
+#ifdef NORM
+        vec4 norm = norm_quads[push.norm_at / 4u + c * 4u + i];
+#else
+        const vec4 norm = vec4(1.0);
+#endif
+        [[unroll]] for (uint t = 0u; t < TOKENS; ++t) {
+            vec4 v = x_quads[(push.x_at + t * push.x_row) / 4u + c * 4u + i];
+#ifdef HAS_OFFSET
+            // Not the sum of x * norm: that may be contracted by a compiler, in one variant and not in another.
+            x_sum[t] = fma(v.x, norm.x, fma(v.y, norm.y, fma(v.z, norm.z, fma(v.w, norm.w, i == 0u ? 0.0 : x_sum[t]))));
+#endif
+#ifdef NORM
+            squares[t] = fma(v.x, v.x, fma(v.y, v.y, fma(v.z, v.z, fma(v.w, v.w, squares[t]))));
+            v *= norm;
+#endif
+            [[unroll]] for (uint r = 0u; r < N_R; ++r) {
+                float before = i == 0u ? 0.0 : part[r][t];
+                part[r][t] = fma(q[r].x, v.x, fma(q[r].y, v.y, fma(q[r].z, v.z, fma(q[r].w, v.w, before))));
+            }
+        }
+    }
+    [[unroll]] for (uint t = 0u; t < TOKENS; ++t) {
+#ifdef GROUPS
+        float scale = group_scale(t, c * 16u);
+#endif
+        [[unroll]] for (uint r = 0u; r < N_R; ++r) {
+#ifdef GROUPS
+            precise float factor = w[r].factor * scale;
+#else
+            float factor = w[r].factor;
+#endif
+#ifdef HAS_OFFSET
+            // Never a sum of two products: which of the two a compiler contracts is its choice.
+#ifdef GROUPS
+            precise float offset = w[r].offset * scale;
+#else
+            float offset = w[r].offset;
+#endif
+            sums[r][t] = fma(-offset, x_sum[t], sums[r][t]);
+#endif
+            sums[r][t] = fma(part[r][t], factor, sums[r][t]);
+        }
+    }
+}
+
 // The value of weight row `row` of this workgroup's rows, for row t of x, before the epilogue.
 float joined(uint row, uint t) {
     uint slot = row / N_R, r = row % N_R;
@@ -76,74 +134,30 @@ void main() {
     const uint rows = SLOTS * N_R;  // of this workgroup
     uint base = WORKGROUP_INDEX * rows;
     if (base >= push.n_out) { return; }
-    uint first = base + TEAM % SLOTS * N_R;
+    // Rows past the end of the matrix are its last row again, whose result is not used.
+    uint first = base + TEAM % SLOTS * N_R, last = push.n_out - 1u;
     float sums[N_R][TOKENS];
     float squares[TOKENS];
     [[unroll]] for (uint t = 0u; t < TOKENS; ++t) {
         squares[t] = 0.0;
         [[unroll]] for (uint r = 0u; r < N_R; ++r) { sums[r][t] = 0.0; }
     }
-    const uint stride = LANES * SPLIT;
     uint n_chunks = push.n_in / 16u;
-    for (uint chunk = TEAM / SLOTS * LANES + LANE; chunk < n_chunks; chunk += stride * AHEAD) {
-        Chunk w[AHEAD][N_R];
-        [[unroll]] for (uint a = 0u; a < AHEAD; ++a) {
-            [[unroll]] for (uint r = 0u; r < N_R; ++r) {
-                // Past the end of a row or of the matrix something is loaded again and not used.
-                w[a][r] = load_chunk(planes, push.n_in, min(first + r, push.n_out - 1u), min(chunk + a * stride, n_chunks - 1u));
-            }
+    const uint mine = TEAM / SLOTS * LANES + LANE, stride = LANES * SPLIT;
+    if (WIDE == 0u) {
+        for (uint chunk = mine; chunk < n_chunks; chunk += stride) {
+            Chunk w[N_R];
+            [[unroll]] for (uint r = 0u; r < N_R; ++r) { w[r] = load_chunk(planes, push.n_in, min(first + r, last), chunk); }
+            add_chunk(w, chunk, sums, squares);
         }
-        [[unroll]] for (uint a = 0u; a < AHEAD; ++a) {
-            uint c = chunk + a * stride;
-            if (c < n_chunks) {
-                float part[N_R][TOKENS];
-                float x_sum[TOKENS];
-                [[unroll]] for (uint i = 0u; i < 4u; ++i) {
-                    vec4 q[N_R];
-                    [[unroll]] for (uint r = 0u; r < N_R; ++r) { q[r] = unpack(w[a][r], i); }
-#ifdef NORM
-                    vec4 norm = norm_quads[push.norm_at / 4u + c * 4u + i];
-#else
-                    const vec4 norm = vec4(1.0);
-#endif
-                    [[unroll]] for (uint t = 0u; t < TOKENS; ++t) {
-                        vec4 v = x_quads[(push.x_at + t * push.x_row) / 4u + c * 4u + i];
-#ifdef HAS_OFFSET
-                        // Not the sum of x * norm: that may be contracted by a compiler, in one variant and not in another.
-                        x_sum[t] = fma(v.x, norm.x, fma(v.y, norm.y, fma(v.z, norm.z, fma(v.w, norm.w, i == 0u ? 0.0 : x_sum[t]))));
-#endif
-#ifdef NORM
-                        squares[t] = fma(v.x, v.x, fma(v.y, v.y, fma(v.z, v.z, fma(v.w, v.w, squares[t]))));
-                        v *= norm;
-#endif
-                        [[unroll]] for (uint r = 0u; r < N_R; ++r) {
-                            float before = i == 0u ? 0.0 : part[r][t];
-                            part[r][t] = fma(q[r].x, v.x, fma(q[r].y, v.y, fma(q[r].z, v.z, fma(q[r].w, v.w, before))));
-                        }
-                    }
-                }
-                [[unroll]] for (uint t = 0u; t < TOKENS; ++t) {
-#ifdef GROUPS
-                    float scale = group_scale(t, c * 16u);
-#endif
-                    [[unroll]] for (uint r = 0u; r < N_R; ++r) {
-#ifdef GROUPS
-                        precise float factor = w[a][r].factor * scale;
-#else
-                        float factor = w[a][r].factor;
-#endif
-#ifdef HAS_OFFSET
-                        // Never a sum of two products: which of the two a compiler contracts is its choice.
-#ifdef GROUPS
-                        precise float offset = w[a][r].offset * scale;
-#else
-                        float offset = w[a][r].offset;
-#endif
-                        sums[r][t] = fma(-offset, x_sum[t], sums[r][t]);
-#endif
-                        sums[r][t] = fma(part[r][t], factor, sums[r][t]);
-                    }
-                }
+    } else {  // fewer loads and scales for as many columns, more registers
+        for (uint piece = mine; piece < n_chunks / HALVES; piece += stride) {
+            Chunk w[N_R][HALVES];
+            [[unroll]] for (uint r = 0u; r < N_R; ++r) { load_piece(planes, push.n_in, min(first + r, last), piece, w[r]); }
+            [[unroll]] for (uint h = 0u; h < HALVES; ++h) {
+                Chunk half_of[N_R];
+                [[unroll]] for (uint r = 0u; r < N_R; ++r) { half_of[r] = w[r][h]; }
+                add_chunk(half_of, piece * HALVES + h, sums, squares);
             }
         }
     }

@@ -7,26 +7,33 @@
 //
 //   LANES    lanes in a team          LANE   this invocation's lane
 //   TEAMS    teams in the workgroup   TEAM   this invocation's team
+//
+// LANE_STRIDE, which a kernel may define before, is how many invocations a team's lanes are apart, a power of 2: with 4 the
+// same lanes of four teams are neighbours. SUBGROUP needs subgroups of 8 * LANE_STRIDE then. The bits are the same.
 
+#ifndef LANE_STRIDE
+#define LANE_STRIDE 1u
+#endif
 #define LANES 8u
-#define LANE (gl_LocalInvocationIndex % LANES)
+#define LANE (gl_LocalInvocationIndex / LANE_STRIDE % LANES)
 #define TEAMS (uint(LOCAL_SIZE) / LANES)
-#define TEAM (gl_LocalInvocationIndex / LANES)
+#define TEAM (TEAMS_BLOCK * LANE_STRIDE + gl_LocalInvocationIndex % LANE_STRIDE)
+#define TEAMS_BLOCK (gl_LocalInvocationIndex / (LANES * LANE_STRIDE))
 
 #ifdef SUBGROUP
 #extension GL_KHR_shader_subgroup_basic : require
 #extension GL_KHR_shader_subgroup_shuffle : require
 
 float team_add(float x) {
-    x += subgroupShuffleXor(x, 1u);
-    x += subgroupShuffleXor(x, 2u);
-    return x + subgroupShuffleXor(x, 4u);
+    x += subgroupShuffleXor(x, LANE_STRIDE);
+    x += subgroupShuffleXor(x, 2u * LANE_STRIDE);
+    return x + subgroupShuffleXor(x, 4u * LANE_STRIDE);
 }
 
 float team_max(float x) {
-    x = max(x, subgroupShuffleXor(x, 1u));
-    x = max(x, subgroupShuffleXor(x, 2u));
-    return max(x, subgroupShuffleXor(x, 4u));
+    x = max(x, subgroupShuffleXor(x, LANE_STRIDE));
+    x = max(x, subgroupShuffleXor(x, 2u * LANE_STRIDE));
+    return max(x, subgroupShuffleXor(x, 4u * LANE_STRIDE));
 }
 
 #else
@@ -39,18 +46,22 @@ void share(float x) {
     barrier();
 }
 
+// What lane `lane` of this team shared.
+float shared_by(uint lane) {
+    return lane_values[(TEAMS_BLOCK * LANES + lane) * LANE_STRIDE + gl_LocalInvocationIndex % LANE_STRIDE];
+}
+
 float team_add(float x) {
     share(x);
-    uint i = TEAM * LANES;
-    float a = lane_values[i] + lane_values[i + 1u], b = lane_values[i + 2u] + lane_values[i + 3u];
-    float c = lane_values[i + 4u] + lane_values[i + 5u], d = lane_values[i + 6u] + lane_values[i + 7u];
+    float a = shared_by(0u) + shared_by(1u), b = shared_by(2u) + shared_by(3u);
+    float c = shared_by(4u) + shared_by(5u), d = shared_by(6u) + shared_by(7u);
     return (a + b) + (c + d);
 }
 
 float team_max(float x) {
     share(x);
-    float best = lane_values[TEAM * LANES];
-    for (uint i = 1u; i < LANES; ++i) { best = max(best, lane_values[TEAM * LANES + i]); }
+    float best = shared_by(0u);
+    for (uint i = 1u; i < LANES; ++i) { best = max(best, shared_by(i)); }
     return best;
 }
 

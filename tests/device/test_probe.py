@@ -34,7 +34,7 @@ def test_devices_report_at_least_what_vulkan_guarantees(vulkan: VulkanDevice) ->
         assert info.limits.max_invocations >= least.max_invocations
         assert info.limits.max_shared_bytes >= least.max_shared_bytes
         assert info.limits.max_storage_range >= 1 << 27
-        assert info.limits.subgroup_size >= 1 and info.memory > 0
+        assert info.limits.subgroup_size >= info.limits.min_subgroup_size >= 1 and info.memory > 0
         assert info.memory_free >= 0
         assert device.timestamp_ns >= 0 and device.max_bindings >= 4
         assert "/" not in device.cache_name

@@ -15,7 +15,7 @@ from vkbackend.errors import DeviceError, VkBackendError
 from vkbackend.graph import Graph, Tensor
 from vkbackend.ops import linear as eager_linear
 from vkbackend.ops.case import Case, CaseBuilder, nmse, run_case
-from vkbackend.ops.linear import FORMATS, MAX_ROWS, OP, linear
+from vkbackend.ops.linear import FORMATS, LARGE, MAX_ROWS, OP, linear
 from vkbackend.quants import WeightFormat
 
 Floats = NDArray[np.float32]
@@ -31,10 +31,19 @@ def _device_with(subgroups: bool, **changed: object) -> KomputeDevice:
     return device
 
 
-@pytest.fixture(scope="module", params=[8, 32])
+# Subgroups or shared memory, subgroup sizes reported and at least. Lanes that are apart need larger subgroups than a
+# CPU driver has, so they are tried through shared memory.
+CPU_SHAPE, GPU_SHAPE, GPU_SHAPE_APART = (True, 8, 8), (True, 32, 8), (False, 32, 32)
+
+
+def _shaped(subgroups: bool, size: int, least: int) -> KomputeDevice:
+    return _device_with(subgroups, subgroup_size=size, min_subgroup_size=least)
+
+
+@pytest.fixture(scope="module", params=[CPU_SHAPE, GPU_SHAPE, GPU_SHAPE_APART], ids=str)
 def any_shape(request: pytest.FixtureRequest) -> Iterator[KomputeDevice]:
-    """Work shaped as for a CPU driver (8 lanes) and as for a GPU: rows split over teams, loads ahead."""
-    device = _device_with(True, subgroup_size=request.param)
+    """Work shaped as for a CPU driver and as for a GPU: rows split over teams, lanes apart, 32 columns a lane."""
+    device = _shaped(*request.param)
     yield device
     device.close()
 
@@ -42,7 +51,7 @@ def any_shape(request: pytest.FixtureRequest) -> Iterator[KomputeDevice]:
 @pytest.fixture(scope="module")
 def wide() -> Iterator[KomputeDevice]:
     """Work shaped as for a GPU."""
-    device = _device_with(True, subgroup_size=32)
+    device = _shaped(*GPU_SHAPE)
     yield device
     device.close()
 
@@ -94,6 +103,7 @@ SETUPS = [
     Setup(768, (50,), "q4_k", "norm", "swiglu"),
     Setup(512, (34,), "q6_k", "groups", "residual"),
     Setup(16, (1,), "f32", "norm", "residual"),
+    Setup(96, (LARGE + 30,), "q4_1", "norm"),
 ]
 
 
@@ -114,6 +124,17 @@ def test_both_variants_give_the_same_bits(
 ) -> None:
     results = [_product(d, setup, seed, slice(0, 5)).view(np.uint32) for d in (kompute, kompute_shared)]
     np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("setup", "least"), [(s, 32) for s in SETUPS] + [(SETUPS[0], 16), (Setup(256, (LARGE,), "q6_k"), 32)], ids=str
+)
+def test_how_far_lanes_are_apart_changes_no_bit(setup: Setup, least: int, seed: int) -> None:
+    devices = _shaped(*GPU_SHAPE), _shaped(False, 32, least)
+    results = [_product(d, setup, seed, slice(0, 3)).view(np.uint32) for d in devices]
+    np.testing.assert_array_equal(*results)
+    for d in devices:
+        d.close()
 
 
 # ---- other devices' work shapes

@@ -60,7 +60,10 @@ class Features:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one device allows. Sizes in bytes; `subgroup_shuffle`: kernels use their subgroup variant."""
+    """What one device allows. Sizes in bytes; `subgroup_shuffle`: kernels use their subgroup variant.
+
+    `subgroup_size` is the size that a driver reports, `min_subgroup_size` the smallest that it may run a kernel with.
+    """
 
     max_push_bytes: int = 128
     max_groups: tuple[int, int, int] = (65535, 65535, 65535)
@@ -69,6 +72,7 @@ class Limits:
     max_storage_range: int = 128 << 20
     max_buffer_bytes: int = (4 << 30) - 4096
     subgroup_size: int = 1
+    min_subgroup_size: int = 1
     subgroup_shuffle: bool = False
     features: Features = Features()
 

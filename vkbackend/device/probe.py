@@ -133,6 +133,8 @@ def _describe(vk: Any, instance: Any, handle: Any, name: str) -> PhysicalDevice:
         max_storage_range=int(raw.maxStorageBufferRange),
         max_buffer_bytes=max_buffer,
         subgroup_size=subgroup_size,
+        # Not told by a driver without subgroup size control: then as few as any has.
+        min_subgroup_size=optional.features.subgroup_sizes[0] or min(subgroup_size, 8),
         subgroup_shuffle=bool(stages & _STAGE_COMPUTE) and operations & need == need,
         features=optional.features,
     )

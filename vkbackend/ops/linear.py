@@ -217,19 +217,19 @@ def _rows(
     if attrs.swiglu:
         defines.append("SWIGLU")
     kernel = Kernel("linear_rows", ROWS_LANES, tuple(defines))
-    n_r, split, ahead = _shape_of_work(n_out, n_in, x.shape[0], limits)
+    n_r, split, wide = _shape_of_work(n_out, n_in, x.shape[0], limits)
     groups = spread(-(-n_out * split // (TEAMS * n_r)), limits.max_groups[0])
-    spec = (x.shape[0], n_r, split, ahead)
+    spec = (x.shape[0], n_r, split, int(wide), max(1, min(limits.min_subgroup_size, 32) // LANES))
     return Dispatch(kernel, tuple(binds), tuple(push), groups, spec, n_bytes=product_bytes(x, w, y))
 
 
-def _shape_of_work(n_out: int, n_in: int, n_tokens: int, limits: Limits) -> tuple[int, int, int]:
-    """(weight rows a team takes, teams that share them, chunks loaded ahead).
+def _shape_of_work(n_out: int, n_in: int, n_tokens: int, limits: Limits) -> tuple[int, int, bool]:
+    """(weight rows a team takes, teams that share them, whether a lane takes 32 columns at a time and not 16).
 
-    `split` sets the order of the sums, so it depends on the matrix only, never on the number of tokens.
+    The last two set the order of the sums, so they depend on the matrix only, never on the number of tokens.
     """
     if limits.subgroup_size <= 8:  # CPU drivers: there is nothing to fill, sharing the loads of x is what counts
-        return 4 if n_tokens <= 4 else 2, 1, 1
+        return 4 if n_tokens <= 4 else 2, 1, False
     chunks_per_lane = -(-n_in // (16 * LANES))
     split = 1
     while n_out * split < ENOUGH_TEAMS and split < TEAMS and chunks_per_lane > split:
@@ -240,9 +240,7 @@ def _shape_of_work(n_out: int, n_in: int, n_tokens: int, limits: Limits) -> tupl
         n_r = 8 if n_out >= LARGE // 2 else 4
     while n_r * n_tokens > 32:  # sums held in registers
         n_r //= 2
-    # Loading ahead makes kernels longer, and where many kernels take turns, reading them in costs more than it saves.
-    ahead = 2 if n_tokens == 1 and n_out >= LARGE and split * 2 <= chunks_per_lane else 1
-    return n_r, split, ahead
+    return n_r, split, n_out >= LARGE
 
 
 def _kernels() -> list[Kernel]:
