@@ -10,7 +10,7 @@
 // position (docs/design.md).
 layout(constant_id = 0) const uint DK = 128u;
 layout(constant_id = 1) const uint TAPS = 4u;  // of the conv, at most MAX_TAPS
-const uint N_R = 2u, ROWS = TEAMS * N_R;
+const uint ROWS = 32u, N_R = ROWS / TEAMS;
 const uint QUADS = DK / 4u, MINE = (QUADS + LANES - 1u) / LANES;
 
 layout(local_size_x = LOCAL_SIZE) in;
@@ -29,8 +29,8 @@ layout(push_constant) uniform Push {
 } push;  // flags: 1 grouped v heads, 2 write the conv ring here; tokens before `first` are done already
 
 // Two of each, for even and odd tokens: one barrier per token is enough.
-shared float q_shared[2u * DK];
-shared float k_shared[2u * DK];
+shared vec4 q_shared[2u * QUADS];
+shared vec4 k_shared[2u * QUADS];
 shared float v_shared[2u * ROWS];
 shared float square_shared[2u * ROWS];
 
@@ -114,8 +114,8 @@ void main() {
         bool keep_column = writes_ring && t + push.n_columns >= push.n_tokens;
         uint column_at = push.conv_ring_at + (slot * push.n_columns + position % push.n_columns) * conv_dim;
         if (has_k) {
-            q_shared[parity * DK + me] = convolve(q_tap, now.q);
-            k_shared[parity * DK + me] = convolve(k_tap, now.k);
+            q_shared[parity * QUADS + me / 4u][me % 4u] = convolve(q_tap, now.q);
+            k_shared[parity * QUADS + me / 4u][me % 4u] = convolve(k_tap, now.k);
             if (keep_column && owns_k_head) {
                 conv_ring[column_at + q_channel] = now.q;
                 conv_ring[column_at + k_channel] = now.k;
@@ -137,10 +137,10 @@ void main() {
         vec4 k[MINE], q[MINE];
         float kk = 0.0, qq = 0.0, sums[N_R];
         [[unroll]] for (uint i = 0u; i < MINE; ++i) {
-            uint at = parity * DK + 4u * min(LANE + i * LANES, QUADS - 1u);
+            uint at = parity * QUADS + min(LANE + i * LANES, QUADS - 1u);
             float inside = LANE + i * LANES < QUADS ? 1.0 : 0.0;
-            k[i] = vec4(k_shared[at], k_shared[at + 1u], k_shared[at + 2u], k_shared[at + 3u]) * inside;
-            q[i] = vec4(q_shared[at], q_shared[at + 1u], q_shared[at + 2u], q_shared[at + 3u]) * inside;
+            k[i] = k_shared[at] * inside;
+            q[i] = q_shared[at] * inside;
             kk = dot_in_order(k[i], k[i], kk);
             qq = dot_in_order(q[i], q[i], qq);
         }

@@ -17,11 +17,13 @@ layout(constant_id = 1) const uint N_R = 1u;
 layout(constant_id = 2) const uint SPLIT = 1u;
 layout(constant_id = 3) const uint WIDE = 0u;
 layout(constant_id = 4) const uint STRIDE = 1u;  // between the lanes of a team
+layout(constant_id = 5) const uint PARTS = 1u;   // sums of squares of a group of columns
 
 #define LANE_STRIDE STRIDE
 #include "lanes.glsl"
 
 #define SLOTS (TEAMS / SPLIT)
+const uint RESULTS = (SLOTS * N_R * TOKENS + LOCAL_SIZE - 1u) / LOCAL_SIZE;  // of an invocation
 
 layout(local_size_x = LOCAL_SIZE) in;
 layout(binding = 0) readonly buffer Weights { uint w_words[]; };
@@ -43,7 +45,7 @@ layout(binding = 3) readonly buffer Residual { float residual[]; };
 layout(push_constant) uniform Push {
     uint plane_0; uint plane_1; uint plane_2; uint n_in; uint n_out;
     uint x_at; uint x_row; uint y_at; uint y_row;
-    uint norm_at; float eps; uint residual_at; uint residual_row; uint group_size; uint group_parts;
+    uint norm_at; float eps; uint residual_at; uint residual_row; uint group_size;
 } push;
 
 #include "weights.glsl"
@@ -54,9 +56,9 @@ shared float team_squares[TEAMS * TOKENS];
 #ifdef GROUPS
 float group_scale(uint t, uint column) {
     uint n_groups = push.n_in / push.group_size;
-    uint at = push.norm_at + (t * n_groups + column / push.group_size) * push.group_parts;
+    uint at = push.norm_at + (t * n_groups + column / push.group_size) * PARTS;
     float sum = 0.0;
-    for (uint i = 0u; i < push.group_parts; ++i) { sum += group_squares[at + i]; }
+    [[unroll]] for (uint i = 0u; i < PARTS; ++i) { sum += group_squares[at + i]; }
     precise float mean = sum / float(push.group_size) + push.eps;
     return inversesqrt(mean);
 }
@@ -66,6 +68,10 @@ float group_scale(uint t, uint column) {
 void add_chunk(Chunk w[N_R], uint c, inout float sums[N_R][TOKENS], inout float squares[TOKENS]) {
     float part[N_R][TOKENS];
     float x_sum[TOKENS];
+#ifdef GROUPS
+    float scale[TOKENS];  // first, so that they are on their way together with all else
+    [[unroll]] for (uint t = 0u; t < TOKENS; ++t) { scale[t] = group_scale(t, c * 16u); }
+#endif
     [[unroll]] for (uint i = 0u; i < 4u; ++i) {
         vec4 q[N_R];
         [[unroll]] for (uint r = 0u; r < N_R; ++r) { q[r] = unpack(w[r], i); }
@@ -91,19 +97,16 @@ void add_chunk(Chunk w[N_R], uint c, inout float sums[N_R][TOKENS], inout float 
         }
     }
     [[unroll]] for (uint t = 0u; t < TOKENS; ++t) {
-#ifdef GROUPS
-        float scale = group_scale(t, c * 16u);
-#endif
         [[unroll]] for (uint r = 0u; r < N_R; ++r) {
 #ifdef GROUPS
-            precise float factor = w[r].factor * scale;
+            precise float factor = w[r].factor * scale[t];
 #else
             float factor = w[r].factor;
 #endif
 #ifdef HAS_OFFSET
             // Never a sum of two products: which of the two a compiler contracts is its choice.
 #ifdef GROUPS
-            precise float offset = w[r].offset * scale;
+            precise float offset = w[r].offset * scale[t];
 #else
             float offset = w[r].offset;
 #endif
@@ -136,6 +139,13 @@ void main() {
     if (base >= push.n_out) { return; }
     // Rows past the end of the matrix are its last row again, whose result is not used.
     uint first = base + TEAM % SLOTS * N_R, last = push.n_out - 1u;
+#ifdef RESIDUAL
+    float added[RESULTS];  // asked for now, so that nothing waits for it at the end
+    [[unroll]] for (uint k = 0u; k < RESULTS; ++k) {
+        uint i = min(gl_LocalInvocationIndex + k * LOCAL_SIZE, rows * TOKENS - 1u);
+        added[k] = residual[push.residual_at + i / rows * push.residual_row + min(base + i % rows, last)];
+    }
+#endif
     float sums[N_R][TOKENS];
     float squares[TOKENS];
     [[unroll]] for (uint t = 0u; t < TOKENS; ++t) {
@@ -179,12 +189,12 @@ void main() {
         if (base + 2u * pair < push.n_out) { y[push.y_at + t * push.y_row + base / 2u + pair] = gate / (1.0 + exp(-gate)) * up; }
     }
 #else
-    for (uint i = gl_LocalInvocationIndex; i < rows * TOKENS; i += LOCAL_SIZE) {
-        uint row = i % rows, t = i / rows;
-        precise float value = joined(row, t);  // scaling and adding are never contracted to a fma
-        if (base + row < push.n_out) {
+    [[unroll]] for (uint k = 0u; k < RESULTS; ++k) {
+        uint i = gl_LocalInvocationIndex + k * LOCAL_SIZE, row = i % rows, t = i / rows;
+        if (i < rows * TOKENS && base + row < push.n_out) {
+            precise float value = joined(row, t);  // scaling and adding are never contracted to a fma
 #ifdef RESIDUAL
-            value += residual[push.residual_at + t * push.residual_row + base + row];
+            value += added[k];
 #endif
             y[push.y_at + t * push.y_row + base + row] = value;
         }

@@ -126,41 +126,45 @@ void score(uint at, vec4 k[QUADS]) {
     }
 }
 
-// The result of quad d of a head, times the gate.
-void finish(uint h, uint d, vec4 acc, float total) {
-    vec4 g = p_quads[(push.qg_at + row * push.qg_row + ((head0 + h) * 2u + 1u) * DIM) / 4u + d];
+// The gate of quad d of a head.
+vec4 gate(uint h, uint d) {
+    return p_quads[(push.qg_at + row * push.qg_row + ((head0 + h) * 2u + 1u) * DIM) / 4u + d];
+}
+
+// The result of quad d of a head, times its gate.
+void finish(uint h, uint d, vec4 acc, float total, vec4 g) {
     y_quads[(push.y_at + (row * push.n_head + head0 + h) * DIM) / 4u + d] = acc / total / (1.0 + exp(-g));
 }
 
-// Joins the parts of HEADS results in their order.
+// Joins the parts of HEADS results in their order, UNDER_WAY at a time.
 void join(uint first_partial, uint n_parts) {
     const uint UNDER_WAY = 16u;
-    uint me = gl_LocalInvocationIndex, totals = HEADS * n_parts;  // the two lie in lane_scores, whose scores are done with
-    for (uint i = me; i < HEADS * n_parts; i += 128u) {
-        vec4 head = partials[first_partial + (i / n_parts * push.n_parts + i % n_parts) * STRIDE];
-        lane_scores[i] = head.x;
-        lane_scores[totals + i] = head.y;
-    }
-    barrier();
-    for (uint i = me; i < HEADS * DIM4; i += 128u) {
-        uint h = i / DIM4, d = i % DIM4, first = h * n_parts;
-        uint at = first_partial + h * push.n_parts * STRIDE + 1u + d;
-        float best = NEVER;
-        for (uint c = 0u; c < n_parts; ++c) { best = max(best, lane_scores[first + c]); }
-        vec4 acc = vec4(0.0);
-        float total = 0.0;
+    for (uint i = gl_LocalInvocationIndex; i < HEADS * DIM4; i += 128u) {
+        uint h = i / DIM4, d = i % DIM4, first = first_partial + h * push.n_parts * STRIDE;
+        vec4 g = gate(h, d), acc = vec4(0.0);
+        float best = NEVER, total = 0.0;
         for (uint c0 = 0u; c0 < n_parts; c0 += UNDER_WAY) {
+            vec2 head[UNDER_WAY];  // best score and total
             vec4 part[UNDER_WAY];
-            [[unroll]] for (uint c = 0u; c < UNDER_WAY; ++c) { part[c] = partials[at + min(c0 + c, n_parts - 1u) * STRIDE]; }
+            [[unroll]] for (uint c = 0u; c < UNDER_WAY; ++c) {
+                uint at = first + min(c0 + c, n_parts - 1u) * STRIDE;
+                head[c] = partials[at].xy;
+                part[c] = partials[at + 1u + d];
+            }
+            float before = best;
+            [[unroll]] for (uint c = 0u; c < UNDER_WAY; ++c) { best = max(best, head[c].x); }
+            float factor = exp(before - best);
+            total *= factor;
+            acc *= factor;
             [[unroll]] for (uint c = 0u; c < UNDER_WAY; ++c) {
                 if (c0 + c < n_parts) {
-                    float weight = exp(lane_scores[first + c0 + c] - best);
-                    total = fma(lane_scores[totals + first + c0 + c], weight, total);
+                    float weight = exp(head[c].x - best);
+                    total = fma(head[c].y, weight, total);
                     acc = fma(part[c], vec4(weight), acc);
                 }
             }
         }
-        finish(h, d, acc, total);
+        finish(h, d, acc, total, g);
     }
 }
 
@@ -296,7 +300,7 @@ void main() {
             if (h == j) { of_h = total[j]; best_of_h = best[j]; }
         }
         if (n_parts == 1u) {
-            finish(h, d, sum, of_h);
+            finish(h, d, sum, of_h, gate(h, d));
         } else {
             uint at = first_partial + (h * push.n_parts + part) * STRIDE;
             partials[at + 1u + d] = sum;

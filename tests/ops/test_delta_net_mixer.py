@@ -105,16 +105,22 @@ def test_sequences_do_not_meet(shader: KomputeDevice, rng: np.random.Generator) 
         assert (np.ascontiguousarray(ring[1]).view(np.uint32) == POISON).all(), "slot 1 belongs to nobody here"
 
 
-def test_both_variants_give_the_same_bits(
+def test_all_variants_give_the_same_bits(
     kompute: KomputeDevice, kompute_shared: KomputeDevice, rng: np.random.Generator
 ) -> None:
+    """With subgroups, through shared memory, and with the larger workgroups that a GPU has."""
+    as_gpu = KomputeDevice(0)
+    as_gpu.info = replace(as_gpu.info, limits=replace(as_gpu.info.limits, subgroup_size=32))
     layer = make_layer(rng, (1, 2), (128, 128), n_rs_seq=2)
     proj = layer.proj(rng, 12)
-    one, two = Mixer(kompute, layer), Mixer(kompute_shared, layer)
-    got, want = feed(one, proj, [7, 1, 4]), feed(two, proj, [7, 1, 4])
-    same(got.y, want.y)
-    same(got.squares, want.squares)
-    same(one.states(), two.states())
+    one, *others = (Mixer(d, layer) for d in (kompute, kompute_shared, as_gpu))
+    want = feed(one, proj, [7, 1, 4])
+    for other in others:
+        got = feed(other, proj, [7, 1, 4])
+        same(got.y, want.y)
+        same(got.squares, want.squares)
+        same(other.states(), one.states())
+        same(other.columns(), one.columns())
 
 
 def test_workgroups_spread_over_two_axes(rng: np.random.Generator) -> None:

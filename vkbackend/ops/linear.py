@@ -213,13 +213,14 @@ def _rows(
         push += [At(residual), residual.strides[0]]
     else:
         push += [0, 0]
-    push += [1, 0] if of.squares is None else [n_in // of.squares.shape[1], of.squares.shape[2]]
+    push.append(1 if of.squares is None else n_in // of.squares.shape[1])
     if attrs.swiglu:
         defines.append("SWIGLU")
     kernel = Kernel("linear_rows", ROWS_LANES, tuple(defines))
     n_r, split, wide = _shape_of_work(n_out, n_in, x.shape[0], limits)
     groups = spread(-(-n_out * split // (TEAMS * n_r)), limits.max_groups[0])
-    spec = (x.shape[0], n_r, split, int(wide), max(1, min(limits.min_subgroup_size, 32) // LANES))
+    lane_stride = max(1, min(limits.min_subgroup_size, 32) // LANES)
+    spec = (x.shape[0], n_r, split, int(wide), lane_stride, 1 if of.squares is None else of.squares.shape[2])
     return Dispatch(kernel, tuple(binds), tuple(push), groups, spec, n_bytes=product_bytes(x, w, y))
 
 
