@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -135,6 +138,22 @@ def test_how_far_lanes_are_apart_changes_no_bit(setup: Setup, least: int, seed: 
     np.testing.assert_array_equal(*results)
     for d in devices:
         d.close()
+
+
+def test_lanes_apart_in_the_larger_subgroups_of_a_cpu(kompute: KomputeDevice) -> None:
+    """lavapipe has subgroups of 16 where a CPU has vectors of 512 bits, so two teams of a subgroup take turns there."""
+    least = "from vkbackend.device import open_device as f; print(f('kompute:0').info.limits.min_subgroup_size)"
+    environment = {**os.environ, "LP_NATIVE_VECTOR_WIDTH": "512"}
+
+    def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+        run = [sys.executable, *arguments]
+        return subprocess.run(run, env=environment, capture_output=True, text=True, timeout=600, check=False)
+
+    if kompute.info.limits.min_subgroup_size >= 16 or python("-c", least).stdout.strip() != "16":
+        pytest.skip("not lavapipe, or a CPU without vectors of 512 bits")
+    test = f"{__file__}::{test_both_variants_give_the_same_bits.__name__}"
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", test)
+    assert done.returncode == 0 and f"{len(SETUPS)} passed" in done.stdout, done.stdout + done.stderr
 
 
 # ---- other devices' work shapes
