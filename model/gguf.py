@@ -11,6 +11,7 @@ import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +201,11 @@ class _Reader:
 
 def open_gguf(path: str | Path) -> GGUFFile:
     """Opens a GGUF file. Raises `ModelError` naming the file, the place and the numbers when it is not sound."""
+    if not isinstance(path, str | PathLike):
+        raise ModelError(f"the path of a model is {shown(path)}; a str or a path is needed")
     path = Path(path)
+    if path.is_dir():
+        raise ModelError(f"{path}: is a folder; give the .gguf file in it (or vkbackend convert, for a checkpoint)")
     if path.is_fifo():  # opening one waits for a writer
         raise ModelError(f"{path}: is a pipe; a model is read from a file")
     try:

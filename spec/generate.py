@@ -349,6 +349,8 @@ def stream(
 
     Joined, the pieces are exactly `generate(...).text`. Errors in the arguments are raised at once.
     """
+    if not hasattr(model, "tokenizer"):
+        raise ContextError(f"generate: the model is {shown(model)}; a model is needed: vkb.load(path)")
     check_sizes(n_ctx)
     ids = check_prompt(model, prompt, n_ctx)
     return Session(model, spec, n_ctx).stream(ids, max_tokens, sampling, stop, ignore_eos)

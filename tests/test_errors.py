@@ -62,7 +62,7 @@ COMMANDS = [
     ("convert nowhere", 1, "nowhere: no such folder"),
     ("convert {folder}", 1, "only safetensors can be converted"),
     ("inspect nowhere.gguf", 1, "nowhere.gguf: no such file"),
-    ("inspect {folder}", 1, "can not be opened as a model file"),
+    ("inspect {folder}", 1, "is a folder; give the .gguf file in it"),
     ("inspect {latin}", 1, "needs 24 bytes, 2 are left"),
     ('generate --demo -p "" --device numpy', 1, "vkbackend generate: the prompt is empty; give at least one token"),
     ("generate --demo -p x -n -1", 2, "vkbackend generate: max_tokens is -1"),

@@ -301,8 +301,11 @@ def test_a_file_holds_a_small_multiple_of_its_size(name: str, tmp_path: Path) ->
 def test_no_such_file_and_no_file(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"none\.gguf: no such file"):
         open_gguf(tmp_path / "none.gguf")
-    with pytest.raises(ModelError, match="can not be opened as a model file"):
+    with pytest.raises(ModelError, match=r"is a folder; give the \.gguf file in it"):
         open_gguf(tmp_path)
+    for wrong in (5, None, b"model.gguf"):
+        with pytest.raises(ModelError, match=r"the path of a model is .*; a str or a path is needed"):
+            open_gguf(wrong)  # type: ignore[arg-type]
     if hasattr(os, "mkfifo"):
         os.mkfifo(tmp_path / "pipe")
         with pytest.raises(ModelError, match="is a pipe"):  # opened, it would wait for a writer

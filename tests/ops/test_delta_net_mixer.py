@@ -121,6 +121,7 @@ def test_all_variants_give_the_same_bits(
         same(got.squares, want.squares)
         same(other.states(), one.states())
         same(other.columns(), one.columns())
+    as_gpu.close()
 
 
 def test_workgroups_spread_over_two_axes(rng: np.random.Generator) -> None:
@@ -355,3 +356,18 @@ def test_kernels_by_length(n_tokens: int, n_rs_seq: int, shared: int, kernels: l
     assert [[short.get(n, n.removeprefix("delta_net_")) for n in stage] for stage in names] == kernels
     levels = [[launch.kernel.name for launch in level] for level in plan(g, limits).levels]
     assert levels == names, "dispatches of one stage touch different rows, so nothing holds them apart"
+
+
+@pytest.mark.parametrize(
+    ("limits", "lanes"),
+    [
+        (Limits(subgroup_size=32, max_invocations=256), 256),
+        (Limits(subgroup_size=32, max_invocations=128), 128),
+        (Limits(subgroup_size=8, max_invocations=1024), 128),
+    ],
+)
+def test_large_workgroups_are_for_gpus_that_have_them(limits: Limits, lanes: int) -> None:
+    layer = make_layer(np.random.default_rng(0))
+    mixer, g = Mixer(NumpyDevice(), layer), Graph()
+    add_mixer(g, layer, mixer.conv, mixer.state, 1, 1)
+    assert [[d.kernel.local_size for d in stage] for stage in OP.lower(g.nodes[0], limits)] == [[lanes]]

@@ -140,6 +140,25 @@ def test_how_far_lanes_are_apart_changes_no_bit(setup: Setup, least: int, seed: 
         d.close()
 
 
+@pytest.mark.parametrize(
+    ("size", "least", "n_out", "wide", "apart"),
+    [
+        (8, 8, LARGE, 0, 1),
+        (32, 8, LARGE, 1, 1),
+        (16, 16, LARGE - 1, 0, 2),
+        (32, 32, LARGE - 1, 0, 4),
+        (64, 64, LARGE, 1, 4),
+        (64, 1, LARGE, 1, 1),
+    ],
+)
+def test_what_a_device_is_given(size: int, least: int, n_out: int, wide: int, apart: int) -> None:
+    """The variants that the tests here compare are those that devices get."""
+    g = Graph()
+    linear(g, g.input("x", (3, 64)), [g.input("w", (n_out, 64))])
+    [[dispatch]] = OP.lower(g.nodes[0], Limits(subgroup_size=size, min_subgroup_size=least))
+    assert dispatch.spec[3:5] == (wide, apart)
+
+
 def test_lanes_apart_in_the_larger_subgroups_of_a_cpu(kompute: KomputeDevice) -> None:
     """lavapipe has subgroups of 16 where a CPU has vectors of 512 bits, so two teams of a subgroup take turns there."""
     least = "from vkbackend.device import open_device as f; print(f('kompute:0').info.limits.min_subgroup_size)"

@@ -227,6 +227,12 @@ def test_bad_arguments_reach_no_device(
             start(demo, **{"prompt": [1], "n_ctx": 64, **arguments})
 
 
+def test_a_path_is_no_model() -> None:
+    for start in (vkb.generate, vkb.stream):
+        with pytest.raises(vkb.ContextError, match=r"the model is 'a\.gguf'; a model is needed: vkb\.load\(path\)"):
+            start("a.gguf", "text")  # type: ignore[arg-type]
+
+
 def test_numpy_ids_are_ids(demo: Model) -> None:
     ids: NDArray[np.int64] = np.array(demo.tokenizer.encode(CODE))
     assert vkb.generate(demo, ids, 5, n_ctx=64).tokens == vkb.generate(demo, CODE, 5, n_ctx=64).tokens  # type: ignore[arg-type]

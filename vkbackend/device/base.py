@@ -76,6 +76,11 @@ class Limits:
     subgroup_shuffle: bool = False
     features: Features = Features()
 
+    @property
+    def few_lanes(self) -> bool:
+        """Subgroups as narrow as a CPU driver's: few cores to fill, and no use in many invocations for one sum."""
+        return self.subgroup_size <= 8
+
 
 @dataclass(frozen=True)
 class DeviceInfo:

@@ -113,7 +113,7 @@ def _lower_chunks(node: Node, limits: Limits) -> Lowering:
     target = _target(node, n_chunks)
     most = 4 if n_rows * n_chunks > 64 else 2  # few workgroups: rather more of them than fewer loads
     heads = max(h for h in range(1, most + 1) if (n_head // n_kv) % h == 0)
-    block = math.gcd(8 if limits.subgroup_size <= 8 else 16, head_dim // 4)
+    block = math.gcd(8 if limits.few_lanes else 16, head_dim // 4)
     groups = spread(n_rows * n_chunks * (n_head // heads), limits.max_groups[0])
     push = _push(node, target, n_rows, (n_chunks,))
     spec = (heads, int(n_chunks == 1), head_dim, block)

@@ -21,7 +21,8 @@ from vkbackend.ops.delta_net_blocks import FINISH, PREPARE, SCAN, block_stages, 
 from vkbackend.ops.delta_net_numpy import prepared_mixer
 from vkbackend.ops.op import Array, At, Bind, Dispatch, Kernel, Lowering, Op, check, sigmoid, silu, spread
 
-MIXER, MIXER_GPU = Kernel("delta_net_mixer", 128), Kernel("delta_net_mixer", 256)  # one state row a team; the same bits
+MIXER = Kernel("delta_net_mixer", 128)  # two state rows a team
+MIXER_WIDE = Kernel("delta_net_mixer", 256)  # one; the same bits
 RING_WRITE = Kernel("conv_ring_write", 128)
 HEAD_SIZES = (16, 32, 64, 128)
 ROWS = 32  # state rows of a workgroup
@@ -211,7 +212,7 @@ def _token_by_token(node: Node, first: int, limits: Limits) -> Dispatch:
     )  # fmt: skip
     also = (*(Bind(t, "r") for t in (z, alpha, beta, dt_bias, a, norm_w)), Bind(squares_rows, "w"))
     groups = spread(n_seqs * n_v_heads * squares.shape[2], limits.max_groups[0])
-    kernel = MIXER_GPU if limits.max_invocations >= MIXER_GPU.local_size and limits.subgroup_size > 8 else MIXER
+    kernel = MIXER if limits.few_lanes or limits.max_invocations < MIXER_WIDE.local_size else MIXER_WIDE
     return Dispatch(kernel, binds, push, groups, spec=(dk, conv_w.shape[1]), also=also)
 
 
@@ -296,7 +297,7 @@ OP = Op(
     "delta_net_mixer",
     _reference,
     _lower,
-    lambda: [MIXER, MIXER_GPU, PREPARE, SCAN, FINISH, RING_WRITE],
+    lambda: [MIXER, MIXER_WIDE, PREPARE, SCAN, FINISH, RING_WRITE],
     _cases,
     _prepare,
 )

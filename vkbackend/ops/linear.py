@@ -219,8 +219,8 @@ def _rows(
     kernel = Kernel("linear_rows", ROWS_LANES, tuple(defines))
     n_r, split, wide = _shape_of_work(n_out, n_in, x.shape[0], limits)
     groups = spread(-(-n_out * split // (TEAMS * n_r)), limits.max_groups[0])
-    lane_stride = max(1, min(limits.min_subgroup_size, 32) // LANES)
-    spec = (x.shape[0], n_r, split, int(wide), lane_stride, 1 if of.squares is None else of.squares.shape[2])
+    n_parts = 1 if of.squares is None else of.squares.shape[2]
+    spec = (x.shape[0], n_r, split, int(wide), _lane_stride(limits), n_parts)
     return Dispatch(kernel, tuple(binds), tuple(push), groups, spec, n_bytes=product_bytes(x, w, y))
 
 
@@ -229,7 +229,7 @@ def _shape_of_work(n_out: int, n_in: int, n_tokens: int, limits: Limits) -> tupl
 
     The last two set the order of the sums, so they depend on the matrix only, never on the number of tokens.
     """
-    if limits.subgroup_size <= 8:  # CPU drivers: there is nothing to fill, sharing the loads of x is what counts
+    if limits.few_lanes:  # there is nothing to fill, sharing the loads of x is what counts
         return 4 if n_tokens <= 4 else 2, 1, False
     chunks_per_lane = -(-n_in // (16 * LANES))
     split = 1
@@ -242,6 +242,11 @@ def _shape_of_work(n_out: int, n_in: int, n_tokens: int, limits: Limits) -> tupl
     while n_r * n_tokens > 32:  # sums held in registers
         n_r //= 2
     return n_r, split, n_out >= LARGE
+
+
+def _lane_stride(limits: Limits) -> int:
+    """How far the lanes of a team are apart: all of them in any subgroup, and more than 4 brings no more."""
+    return max(1, min(limits.min_subgroup_size // LANES, 4))
 
 
 def _kernels() -> list[Kernel]:

@@ -142,7 +142,7 @@ def _matrix(x: Tensor, halves: Tensor, part: Part, swiglu: bool, limits: Limits)
 def _tiled(x: Tensor, part: Part, swiglu: bool, limits: Limits) -> Dispatch:
     n_rows, (n_out, n_in) = x.shape[0], part.w.shape
     defines, binds, after = _after(part, swiglu)
-    tiles = _cpu_tiles if limits.subgroup_size <= 8 else _gpu_tiles
+    tiles = _cpu_tiles if limits.few_lanes else _gpu_tiles
     name, local_size, spec, tile_w, tile_x = tiles(n_out, n_rows)
     n_w_tiles, n_x_tiles = -(-n_out // tile_w), -(-n_rows // tile_x)
     push = (

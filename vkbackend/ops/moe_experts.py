@@ -222,7 +222,7 @@ def _up_rows(
 
 def _up_work(n_rows: int, n_in: int, dtype: str, limits: Limits) -> tuple[int, int, int]:
     """(weight rows of a team, teams that share them, columns of x in shared memory or 0) for n_rows of a token."""
-    if limits.subgroup_size <= 8:
+    if limits.few_lanes:
         return 4, 1, 0
     pieces_per_lane = -(-n_in // (PIECE[dtype not in ("f32", "f16", "bf16")] * LANES))
     split = 1
@@ -245,7 +245,7 @@ def _down_rows(
     w, first, n_experts = part
     n_rows, n_embd = y.shape
     n_r, split = 4, 1
-    while limits.subgroup_size > 8 and 2 * split <= min(attrs.n_used, TEAMS):
+    while not limits.few_lanes and 2 * split <= min(attrs.n_used, TEAMS):
         split *= 2
     n_blocks = -(-n_embd * split // (TEAMS * n_r))
     push = (
