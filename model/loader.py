@@ -72,7 +72,8 @@ class Model:
         """
         if self._trunk is None:
             raise ModelError(
-                "this file holds an MTP block only (mtp-*.gguf); load the main model with draft= this file"
+                "this file holds an MTP block only (mtp-*.gguf); load the main model with this file as --model-draft "
+                "(draft= in Python)"
             )
         n_ctx, n_seq_max, n_rs_seq = check_sizes(n_ctx, n_seq_max, n_rs_seq)
         if hidden is not None:
@@ -105,7 +106,7 @@ class Model:
         if self._mtp is None:
             raise ModelError(
                 f"this model has no MTP block ({self.arch}.nextn_predict_layers is 0); load a file that has one, or "
-                "give a separate mtp-*.gguf as draft="
+                "give a separate mtp-*.gguf as --model-draft (draft= in Python)"
             )
         n_ctx, n_seq_max, _ = check_sizes(n_ctx, n_seq_max)
         _check_hidden(hidden)

@@ -65,13 +65,13 @@ COMMANDS = [
     ("inspect {folder}", 1, "is a folder; give the .gguf file in it"),
     ("inspect {latin}", 1, "needs 24 bytes, 2 are left"),
     ('generate --demo -p "" --device numpy', 1, "vkbackend generate: the prompt is empty; give at least one token"),
-    ("generate --demo -p x -n -1", 2, "vkbackend generate: max_tokens is -1"),
+    ("generate --demo -p x -n -1", 2, "vkbackend generate: -n is -1; a whole number of 0 or more"),
     ("generate --demo --prompt-ids 999999999 --device numpy", 1, "prompt token 0 is 999999999; allowed are 0..4095"),
     ("generate --demo -p 1234567 -c 4 --device numpy", 1, "the prompt has 7 tokens, the context holds 4"),
-    ("generate --demo -p x --temp nan", 2, "sampling: temperature is nan; a finite number"),
-    ("generate --demo -p x --top-p 2", 2, "sampling: top_p is 2.0; allowed is "),
-    ('generate --demo -p x --stop ""', 2, "stop string 0 is ''"),
-    ("generate --demo -p x --spec-type draft-mtp --spec-draft-n-max 0", 2, "draft-mtp: n_max is 0; allowed is"),
+    ("generate --demo -p x --temp nan", 2, "generate: --temp is nan; a finite number"),
+    ("generate --demo -p x --top-p 2", 2, "generate: --top-p is 2.0; allowed is "),
+    ('generate --demo -p x --stop ""', 2, "--stop: string 0 is ''"),
+    ("generate --demo -p x --spec-type draft-mtp --spec-draft-n-max 0", 2, "generate: --spec-draft-n-max is 0; "),
 ]
 
 

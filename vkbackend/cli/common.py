@@ -20,6 +20,19 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 DEMO_MODEL = "data/demo-qwen35-mtp-q8_0.gguf"  # package data of vkbackend.model
 SPEC_TYPES = ("none", "draft-mtp")
+# What the library calls the arguments that options become.
+OPTIONS = {
+    "generate: max_tokens": "-n",
+    "sampling: temperature": "--temp",
+    "sampling: top_k": "--top-k",
+    "sampling: top_p": "--top-p",
+    "sampling: min_p": "--min-p",
+    "sampling: repeat_penalty": "--repeat-penalty",
+    "sampling: seed": "--seed",
+    "draft-mtp: n_max": "--spec-draft-n-max",
+    "draft-mtp: n_min": "--spec-draft-n-min",
+    "stop string": "--stop: string",
+}
 LATER_SPEC_TYPES = ("draft-simple", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
 
 
@@ -84,13 +97,15 @@ def speculator(name: str, args: argparse.Namespace) -> DraftMTP | None:
 
 
 def usage(make: Callable[[], T]) -> T:
-    """The result of a call whose errors mean that the command line was wrong."""
+    """The result of a call whose errors mean that the command line was wrong; they name the option."""
     from vkbackend.cli import UsageError
 
     try:
         return make()
     except VkBackendError as error:
-        raise UsageError(str(error)) from error
+        text = str(error).removesuffix(", or None")  # a seed that is not given: no option says so
+        name = next((n for n in OPTIONS if text.startswith(n)), "")
+        raise UsageError(OPTIONS.get(name, "") + text.removeprefix(name)) from error
 
 
 def load_model(args: argparse.Namespace) -> Model:
