@@ -71,6 +71,7 @@ COMMANDS = [
     ("generate --demo -p x --temp nan", 2, "generate: --temp is nan; a finite number"),
     ("generate --demo -p x --top-p 2", 2, "generate: --top-p is 2.0; allowed is "),
     ('generate --demo -p x --stop ""', 2, "--stop: string 0 is ''"),
+    ("bench --demo --spec-draft-n-max 5", 2, "--spec-draft-n-max is of drafts: give --spec-type draft-mtp too"),
     ("generate --demo -p x --spec-type draft-mtp --spec-draft-n-max 0", 2, "generate: --spec-draft-n-max is 0; "),
 ]
 

@@ -183,6 +183,8 @@ def test_a_chat_template_is_used(model: Model, monkeypatch: pytest.MonkeyPatch) 
         (["generate", "-m", "x", "-p", "x", "--spec-type", "magic"], "magic"),
         (["generate", "-m", "x", "-p", "x", "--spec-type", "ngram-mod"], "not available yet"),
         (["generate", "-m", "x", "-p", "x", "--spec-type", "draft-mtp", "--spec-draft-n-max", "0"], "n-max is 0"),
+        (["generate", "-m", "x", "-p", "x", "--spec-draft-n-max", "5"], "--spec-draft-n-max is of drafts: give --spec"),
+        (["bench", "-m", "x", "--spec-type", "none", "--spec-draft-n-min", "1"], "--spec-draft-n-min is of drafts"),
         (["bench", "--demo", "--spec-type", "draft-mtp", "--spec-draft-n-min", "4"], "bench: --spec-draft-n-min is 4"),
         (["generate", "-m", "x", "--prompt-ids", "1,a"], "1,a"),
         (["generate", "-m", "x", "--chat", "--prompt-ids", "1"], "--chat"),
@@ -198,6 +200,13 @@ def test_wrong_usage(run: Run, arguments: list[str], message: str) -> None:
     status, out, err = run(*arguments)
     assert (status, out) == (2, "")
     assert message in err
+
+
+def test_draft_sizes_arrive(run: Run, demo_file: Path) -> None:
+    for sizes, n_max in (([], 3), (["--spec-draft-n-max", 1], 1), (["--spec-draft-n-max", 5], 5)):
+        options = ["-p", "It was", "--spec-type", "draft-mtp", *sizes, "--json"]
+        stats = json.loads(run(*words(demo_file, *options))[1])["stats"]
+        assert len(stats["accepted_per_position"]) == n_max
 
 
 @pytest.mark.parametrize("command", ["generate --demo -p x", "devices", "inspect x", "convert x", "bench --demo"])

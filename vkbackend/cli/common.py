@@ -73,26 +73,30 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def add_draft_sizes(parser: argparse.ArgumentParser) -> None:
     """--spec-draft-n-max, --spec-draft-n-min"""
-    parser.add_argument(
-        "--spec-draft-n-max", type=int, default=3, metavar="N", help="most tokens drafted a step (default 3)"
-    )
-    parser.add_argument(
-        "--spec-draft-n-min", type=int, default=0, metavar="N", help="use no drafts when fewer (default 0)"
-    )
+    parser.add_argument("--spec-draft-n-max", type=int, metavar="N", help="most tokens drafted a step (default 3)")
+    parser.add_argument("--spec-draft-n-min", type=int, metavar="N", help="use no drafts when fewer (default 0)")
 
 
 def speculator(name: str, args: argparse.Namespace) -> DraftMTP | None:
-    """The speculator that a --spec-type name stands for. Raises `UsageError` for an unknown one or bad sizes."""
+    """The speculator that a --spec-type name stands for.
+
+    Raises `UsageError` for an unknown one, for bad sizes, and for sizes where nothing drafts.
+    """
     from vkbackend.cli import UsageError
     from vkbackend.spec.draft_mtp import DraftMTP
 
+    sizes = {"n_max": args.spec_draft_n_max, "n_min": args.spec_draft_n_min}
+    sizes = {size: value for size, value in sizes.items() if value is not None}
     if name == "none":
+        if sizes and "draft-mtp" not in args.spec_type.split(","):
+            option = OPTIONS[f"draft-mtp: {next(iter(sizes))}"]
+            raise UsageError(f"{option} is of drafts: give --spec-type draft-mtp too")
         return None
     if name in LATER_SPEC_TYPES:
         raise UsageError(f"--spec-type {name} is not available yet; available are {', '.join(SPEC_TYPES)}")
     if name != "draft-mtp":
         raise UsageError(f"--spec-type {name!r} is unknown; available are {', '.join(SPEC_TYPES)}")
-    speculator: DraftMTP = usage(lambda: DraftMTP(args.spec_draft_n_max, args.spec_draft_n_min))
+    speculator: DraftMTP = usage(lambda: DraftMTP(**sizes))
     return speculator
 
 
