@@ -111,6 +111,8 @@ def test_sampling_options_arrive(run: Run, demo_file: Path, model: Model) -> Non
         "7",
     ]
     assert run(*words(demo_file, "-p", "It was", *options))[1] == want + "\n"
+    options[0] = "--temperature"  # as other programs call it
+    assert run(*words(demo_file, "-p", "It was", *options))[1] == want + "\n"
 
 
 def test_stop_and_eos_options_arrive(run: Run, demo_file: Path, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,9 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "-c", "--ctx-size", type=int, default=4096, metavar="N", help="tokens the context holds (default 4096)"
     )
-    parser.add_argument("--temp", type=float, default=0.0, metavar="T", help="temperature, 0 is greedy (default)")
+    parser.add_argument(
+        "--temp", "--temperature", type=float, default=0.0, metavar="T", help="temperature, 0 is greedy (default)"
+    )
     parser.add_argument(
         "--top-k", type=int, default=0, metavar="K", help="keep the K most probable tokens, 0: all (default)"
     )
