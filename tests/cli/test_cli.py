@@ -80,6 +80,15 @@ def test_stats_say_why_auto_took_no_gpu(run: Run, demo_file: Path, monkeypatch: 
     assert status == 0 and err.endswith("running on NumPy: the Vulkan loader found no driver\n")
 
 
+@pytest.mark.parametrize("more", [[], ["--json"], ["--spec-type", "draft-mtp"]])
+def test_a_full_context_says_which_option_gives_more(run: Run, demo_file: Path, more: list[str]) -> None:
+    need = "ended early: the context of 9 tokens is full; all 12 (-n) need -c 16\n"
+    assert run(*words(demo_file, "--prompt-ids", "5,6,7,8,9", "-c", 9, *more))[::2] == (0, need)
+    assert run(*words(demo_file, "--prompt-ids", "5,6,7,8,9", "-c", 16, *more))[::2] == (0, "")
+    err = run(*words(demo_file, "--prompt-ids", "5,6,7,8,9", "-c", 9, "-n", 5000, *more))[2]
+    assert err.endswith("all 5000 (-n) need -c 5004, more than the 4096 that this model was trained for\n")
+
+
 def test_prompt_from_file_ids_and_stdin(
     run: Run, demo_file: Path, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

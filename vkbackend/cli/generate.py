@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vkbackend.cli.common import (
     Commands,
@@ -18,6 +19,9 @@ from vkbackend.cli.common import (
     usage,
 )
 from vkbackend.model.chat import chat_prompt
+
+if TYPE_CHECKING:
+    from vkbackend.model.loader import Model
 
 
 def add(commands: Commands) -> None:
@@ -94,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
         # Whoever names numpy knows that it is no GPU.
         remark = "" if args.device == "numpy" else note(info)
         print(*result.stats.lines(device), *filter(None, [remark]), sep="\n", file=sys.stderr)
+    if result.stop_reason == "length" and len(result.tokens) < args.n_predict:
+        print(_context_is_full(len(ids), args, model), file=sys.stderr)
     if args.json:
         print_json(
             {
@@ -105,6 +111,14 @@ def run(args: argparse.Namespace) -> int:
             }
         )
     return 0
+
+
+def _context_is_full(n_prompt: int, args: argparse.Namespace, model: Model) -> str:
+    """Why the text ended before -n tokens, and what gives more."""
+    need, trained = n_prompt + args.n_predict - 1, model.hparams.n_ctx_train  # the last token is not decoded
+    beyond = f", more than the {trained} that this model was trained for" if need > trained else ""
+    full = f"the context of {args.ctx_size} tokens is full"
+    return f"ended early: {full}; all {args.n_predict} (-n) need -c {need}{beyond}"
 
 
 def _parse_ids(text: str) -> list[int]:
