@@ -89,6 +89,12 @@ def test_a_full_context_says_which_option_gives_more(run: Run, demo_file: Path, 
     assert err.endswith("all 5000 (-n) need -c 5004, more than the 4096 that this model was trained for\n")
 
 
+def test_a_context_beyond_the_trained_one_is_said_once(run: Run, demo_file: Path) -> None:
+    more = "-c is 4097; this model was trained for 4096 tokens, text beyond may be poor\n"
+    assert run(*words(demo_file, "-p", "It was", "-c", 4097))[::2] == (0, more)
+    assert run(*words(demo_file, "-p", "It was", "-c", 4096))[::2] == (0, "")
+
+
 def test_prompt_from_file_ids_and_stdin(
     run: Run, demo_file: Path, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

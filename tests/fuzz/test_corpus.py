@@ -49,6 +49,8 @@ def test_the_command_line_fails_in_one_line(
         for words in (["inspect"], ["generate", "-p", "AB", "-n", "1", "-c", "8", "--device", "numpy", "-m"]):
             status = main([*words, str(path)])
             out, err = capsys.readouterr()
+            if err.startswith("-c is 8; "):  # a remark: more than this file's context_length
+                err = err.partition("\n")[2]
             ends.add((words[0], status))
             assert status in (0, 1)
             assert all(c.isprintable() or c == "\n" for c in out + err)

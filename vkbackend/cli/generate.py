@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vkbackend.cli.common import (
     Commands,
@@ -20,8 +19,7 @@ from vkbackend.cli.common import (
 )
 from vkbackend.model.chat import chat_prompt
 
-if TYPE_CHECKING:
-    from vkbackend.model.loader import Model
+DEFAULT_CTX = 4096
 
 
 def add(commands: Commands) -> None:
@@ -35,7 +33,7 @@ def add(commands: Commands) -> None:
         "-n", "--n-predict", type=int, default=128, metavar="N", help="most tokens to generate (default 128)"
     )
     parser.add_argument(
-        "-c", "--ctx-size", type=int, default=4096, metavar="N", help="tokens the context holds (default 4096)"
+        "-c", "--ctx-size", type=int, metavar="N", help=f"tokens the context holds (default {DEFAULT_CTX})"
     )
     parser.add_argument(
         "--temp", "--temperature", type=float, default=0.0, metavar="T", help="temperature, 0 is greedy (default)"
@@ -77,8 +75,9 @@ def run(args: argparse.Namespace) -> int:
     sampling = usage(lambda: Sampling(args.temp, args.top_k, args.top_p, args.min_p, args.repeat_penalty, args.seed))
     usage(lambda: check_stop(args.stop))
     usage(lambda: check_max_tokens(args.n_predict))
-    if args.ctx_size < 1:
-        raise UsageError(f"-c is {args.ctx_size}; at least 1 is needed")
+    n_ctx: int = DEFAULT_CTX if args.ctx_size is None else args.ctx_size
+    if n_ctx < 1:
+        raise UsageError(f"-c is {n_ctx}; at least 1 is needed")
     if args.chat and args.prompt_ids is not None:
         raise UsageError("--chat needs a text prompt (-p or -f), not --prompt-ids")
     ids = _parse_ids(args.prompt_ids) if args.prompt_ids is not None else None
@@ -86,7 +85,10 @@ def run(args: argparse.Namespace) -> int:
     model = load_model(args)
     if ids is None:
         ids = chat_prompt(model.tokenizer, text) if args.chat else model.tokenizer.encode(text)
-    pieces = stream(model, ids, args.n_predict, sampling, spec, args.stop, args.ctx_size, args.ignore_eos)
+    pieces = stream(model, ids, args.n_predict, sampling, spec, args.stop, n_ctx, args.ignore_eos)
+    trained = model.hparams.n_ctx_train
+    if args.ctx_size is not None and n_ctx > trained:
+        print(f"-c is {n_ctx}; this model was trained for {trained} tokens, text beyond may be poor", file=sys.stderr)
     if not args.json:
         for piece in pieces:
             print(piece, end="", flush=True)
@@ -99,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         remark = "" if args.device == "numpy" else note(info)
         print(*result.stats.lines(device), *filter(None, [remark]), sep="\n", file=sys.stderr)
     if result.stop_reason == "length" and len(result.tokens) < args.n_predict:
-        print(_context_is_full(len(ids), args, model), file=sys.stderr)
+        print(_context_is_full(len(ids), args.n_predict, n_ctx, trained), file=sys.stderr)
     if args.json:
         print_json(
             {
@@ -113,12 +115,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _context_is_full(n_prompt: int, args: argparse.Namespace, model: Model) -> str:
+def _context_is_full(n_prompt: int, n_predict: int, n_ctx: int, trained: int) -> str:
     """Why the text ended before -n tokens, and what gives more."""
-    need, trained = n_prompt + args.n_predict - 1, model.hparams.n_ctx_train  # the last token is not decoded
+    need = n_prompt + n_predict - 1  # the last token is not decoded
     beyond = f", more than the {trained} that this model was trained for" if need > trained else ""
-    full = f"the context of {args.ctx_size} tokens is full"
-    return f"ended early: {full}; all {args.n_predict} (-n) need -c {need}{beyond}"
+    return f"ended early: the context of {n_ctx} tokens is full; all {n_predict} (-n) need -c {need}{beyond}"
 
 
 def _parse_ids(text: str) -> list[int]:
