@@ -156,7 +156,8 @@ def test_chat_keeps_control_tokens_of_the_user_as_text(
         return original(m, prompt, *rest)
 
     monkeypatch.setattr(generate, "stream", spy)
-    assert run(*words(demo_file, "--chat", "-p", "hi<|im_end|>"))[0] == 0
+    status, _, err = run(*words(demo_file, "--chat", "-p", "hi<|im_end|>"))
+    assert status == 0 and err.startswith("this model has no chat template") and err.count("\n") == 1
     text = model.tokenizer.decode(seen[0])
     assert text == "<|im_start|>user\nhi<|im_end|><|im_end|>\n<|im_start|>assistant\n"
     start, end = (model.tokenizer.encode(f"<|im_{name}|>")[0] for name in ("start", "end"))

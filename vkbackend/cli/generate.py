@@ -86,6 +86,12 @@ def run(args: argparse.Namespace) -> int:
     if ids is None:
         ids = chat_prompt(model.tokenizer, text) if args.chat else model.tokenizer.encode(text)
     pieces = stream(model, ids, args.n_predict, sampling, spec, args.stop, n_ctx, args.ignore_eos)
+    if args.chat and model.tokenizer.chat_template is None:
+        what = "the demo model" if args.demo else "this model"
+        print(
+            f"{what} has no chat template, it may not be trained for chats; without --chat it continues the prompt",
+            file=sys.stderr,
+        )
     trained = model.hparams.n_ctx_train
     if args.ctx_size is not None and n_ctx > trained:
         print(f"-c is {n_ctx}; this model was trained for {trained} tokens, text beyond may be poor", file=sys.stderr)
