@@ -18,6 +18,7 @@ from fixture_paths import fixture
 
 import vkbackend as vkb
 from vkbackend.cli import common
+from vkbackend.device.base import Limits
 from vkbackend.errors import DeviceError
 from vkbackend.model import loader
 from vkbackend.model.chat import chat_prompt
@@ -408,6 +409,30 @@ def test_bench(run: Run, demo_file: Path) -> None:
     assert [got["results"][0]["steps"], got["results"][0]["drafted"]] == [8, 0]
     assert got["results"][1]["drafted"] > 0
     assert "draft-mtp" in run(*words)[1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "shown"),
+    [
+        ("auto", "kompute:0"),
+        ("kompute", "kompute:0"),
+        ("kompute:0", "kompute:0"),
+        ("kompute:0:strict", "kompute:0:strict"),
+        ("kompute::relaxed", "kompute:0:relaxed"),
+    ],
+)
+def test_the_option_of_a_device_is_shown(asked: str, shown: str) -> None:
+    info = vkb.DeviceInfo("kompute:0", "some GPU", "gpu", Limits())
+    assert common.device_name(info, argparse.Namespace(device=asked)) == shown
+
+
+def test_stats_and_bench_show_the_option(run: Run, demo_file: Path) -> None:
+    if not any(d.name == "kompute:0" for d in vkb.devices()):
+        pytest.skip("no Vulkan device here")
+    model = ["-m", demo_file, "--device", "kompute:0:strict"]
+    _, out, err = run("generate", *model, "--prompt-ids", 5, "-n", 2, "-c", 16, "--json", "--stats")
+    assert json.loads(out)["device"] == "kompute:0:strict" and err.startswith("device   kompute:0:strict (")
+    assert run("bench", *model, "-p", 2, "-n", 2, "-r", 1)[1].startswith("kompute:0:strict (")
 
 
 # ---- the package

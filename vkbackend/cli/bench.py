@@ -14,6 +14,7 @@ from vkbackend.cli.common import (
     add_draft_sizes,
     add_json,
     add_model,
+    device_name,
     load_model,
     print_json,
     speculator,
@@ -76,10 +77,11 @@ def run(args: argparse.Namespace) -> int:
     prompt = _prompt(model, args)
     runs = {name: _measure(model, prompt, spec, args.n_gen, args.repetitions) for name, spec in specs.items()}
     info = model.device.info
+    device = device_name(info, args)
     if args.json:
         print_json(
             {
-                "device": info.name,
+                "device": device,
                 "description": info.description,
                 "model": str(args.model or "demo"),
                 "n_prompt": len(prompt),
@@ -89,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
             }
         )
         return 0
-    print(f"{info.name} ({info.description}), prompt {len(prompt)}, generated {args.n_gen}, {args.repetitions} runs")
+    print(f"{device} ({info.description}), prompt {len(prompt)}, generated {args.n_gen}, {args.repetitions} runs")
     rows = [["SPEC", "PROMPT tok/s (min .. max)", "DECODE tok/s (min .. max)", "TOKENS/STEP", "ACCEPTED"]]
     for name, stats in runs.items():
         last = stats[-1]

@@ -8,7 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from vkbackend.cli.common import print_json, table
+from vkbackend.cli.common import device_name, print_json, table
 
 if TYPE_CHECKING:
     from vkbackend.device.base import Device
@@ -32,17 +32,18 @@ def run_ops(model: Model, args: argparse.Namespace) -> int:
     if args.trace:
         write_trace(Path(args.trace), steps)
     info = model.device.info
+    device = device_name(info, args)
     if args.json:
         print_json(
             {
-                "device": info.name,
+                "device": device,
                 "description": info.description,
                 "copy_bytes_per_s": copy,
                 "steps": {name: [vars(level) for level in levels] for name, levels in steps.items()},
             }
         )
         return 0
-    print(f"{info.name} ({info.description}), copies move {copy / 1e9:.0f} GB/s (read and written)")
+    print(f"{device} ({info.description}), copies move {copy / 1e9:.0f} GB/s (read and written)")
     for name, levels in steps.items():
         total = sum(level.seconds for level in levels)
         print(f"\n{name}: {total * 1e6:.0f} us in {len(levels)} levels")

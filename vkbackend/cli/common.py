@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from vkbackend.errors import ModelError, VkBackendError
 
 if TYPE_CHECKING:
+    from vkbackend.device.base import DeviceInfo
     from vkbackend.model.loader import Model
     from vkbackend.spec.draft_mtp import DraftMTP
 
@@ -130,6 +131,11 @@ def load_model(args: argparse.Namespace) -> Model:
         path = demo_model() if args.demo else args.model
         draft = draft or (find_draft(path) if needs_block else None)
     return load(path, device=args.device, draft=draft, progress=Progress() if sys.stderr.isatty() else None)
+
+
+def device_name(info: DeviceInfo, args: argparse.Namespace) -> str:
+    """The name of the device in use, with the option that was asked for: kompute:0:strict."""
+    return ":".join([info.name, *args.device.split(":")[2:]])
 
 
 def demo_model() -> Path:

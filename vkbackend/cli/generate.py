@@ -12,6 +12,7 @@ from vkbackend.cli.common import (
     add_draft_sizes,
     add_json,
     add_model,
+    device_name,
     load_model,
     print_json,
     speculator,
@@ -101,11 +102,11 @@ def run(args: argparse.Namespace) -> int:
         print(flush=True)
     result = pieces.result()
     info = pieces.device
-    device = f"{info.name} ({info.description})"
+    name = device_name(info, args)
     if args.stats or sys.stderr.isatty():
         # Whoever names numpy knows that it is no GPU.
         remark = "" if args.device == "numpy" else note(info)
-        print(*result.stats.lines(device), *filter(None, [remark]), sep="\n", file=sys.stderr)
+        print(*result.stats.lines(f"{name} ({info.description})"), *filter(None, [remark]), sep="\n", file=sys.stderr)
     if result.stop_reason == "length" and len(result.tokens) < args.n_predict:
         print(_context_is_full(len(ids), args.n_predict, n_ctx, trained), file=sys.stderr)
     if args.json:
@@ -115,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
                 "tokens": result.tokens,
                 "stop_reason": result.stop_reason,
                 "stats": result.stats.as_dict(),
-                "device": info.name,
+                "device": name,
             }
         )
     return 0
