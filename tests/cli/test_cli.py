@@ -401,7 +401,8 @@ def test_bench(run: Run, demo_file: Path) -> None:
     words = ["bench", "-m", demo_file, "--device", "numpy", "-p", 20, "-n", 9, "-r", 3, "--spec-type", "none,draft-mtp"]
     status, out, err = run(*words, "--json")
     got = json.loads(out)
-    assert (status, err) == (0, "")
+    doing = "prompt 20, then 9 tokens, 1 untimed and 3 timed runs on numpy"
+    assert (status, err) == (0, f"spec none: {doing}\nspec draft-mtp: {doing}\n")
     assert [r["spec_type"] for r in got["results"]] == ["none", "draft-mtp"]
     for result in got["results"]:
         for name in ("prompt_tok_s", "decode_tok_s"):
@@ -409,6 +410,25 @@ def test_bench(run: Run, demo_file: Path) -> None:
     assert [got["results"][0]["steps"], got["results"][0]["drafted"]] == [8, 0]
     assert got["results"][1]["drafted"] > 0
     assert "draft-mtp" in run(*words)[1]
+
+
+@pytest.mark.parametrize("more", [[], ["--ops"]])
+def test_bench_says_why_auto_took_no_gpu(
+    run: Run, demo_file: Path, more: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(prefix: str) -> list[object]:
+        raise DeviceError("the Vulkan loader found no driver")
+
+    monkeypatch.setattr("vkbackend.device.probe.vulkan_devices", none)
+    err = run("bench", "-m", demo_file, "-p", 2, "-n", 2, "-r", 1, *more)[2]
+    assert err.startswith("running on NumPy: the Vulkan loader found no driver\n") and err.count("\n") == 2
+
+
+def test_bench_shows_how_far_it_is_on_a_terminal(run: Run, demo_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    err = run("bench", "-m", demo_file, "--device", "numpy", "-p", 4, "-n", 2, "-r", 1)[2]
+    for part in ("\rrun 0 of 1: reading the prompt", "\rrun 1 of 1: reading the prompt", "\rrun 1 of 1: 2 of 2 tokens"):
+        assert part in err
 
 
 @pytest.mark.parametrize(

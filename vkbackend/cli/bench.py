@@ -15,6 +15,7 @@ from vkbackend.cli.common import (
     add_json,
     add_model,
     device_name,
+    device_remark,
     load_model,
     print_json,
     speculator,
@@ -70,12 +71,18 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--trace is of single ops: give --ops too")
     specs = {name: speculator(name, args) for name in args.spec_type.split(",")}
     model = load_model(args)
+    for remark in device_remark(model.device.info, args):
+        print(remark, file=sys.stderr)
     if args.ops:
         from vkbackend.cli.bench_ops import run_ops
 
         return run_ops(model, args)
     prompt = _prompt(model, args)
-    runs = {name: _measure(model, prompt, spec, args.n_gen, args.repetitions) for name, spec in specs.items()}
+    runs = {}
+    for name, spec in specs.items():
+        work = f"prompt {len(prompt)}, then {args.n_gen} tokens, 1 untimed and {args.repetitions} timed runs"
+        print(f"spec {name}: {work} on {device_name(model.device.info, args)}", file=sys.stderr)
+        runs[name] = _measure(model, prompt, spec, args.n_gen, args.repetitions)
     info = model.device.info
     device = device_name(info, args)
     if args.json:
@@ -130,14 +137,22 @@ def _measure(model: Model, prompt: list[int], spec: DraftMTP | None, n_gen: int,
     session = Session(model, spec, n_ctx=len(prompt) + n_gen + 1 + (spec.n_max if spec else 0))
     out = []
     for i in range(repetitions + 1):
-        if sys.stderr.isatty():
-            print(f"\rrun {i} of {repetitions}", end="", file=sys.stderr, flush=True)
-        result = session.stream(prompt, max(n_gen, 1), ignore_eos=True).result()
+        text = session.stream(prompt, max(n_gen, 1), ignore_eos=True)
+        _show_progress(i, repetitions, 0, n_gen)
+        for _ in text:
+            _show_progress(i, repetitions, len(text.tokens), n_gen)
         if i:
-            out.append(result.stats)
+            out.append(text.stats)
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     return out
+
+
+def _show_progress(i: int, repetitions: int, n_tokens: int, n_gen: int) -> None:
+    """A line on a terminal that the next one replaces. Time between two pieces of a text counts for no rate."""
+    if sys.stderr.isatty():
+        doing = f"{n_tokens} of {max(n_gen, 1)} tokens" if n_tokens else "reading the prompt"
+        print(f"\rrun {i} of {repetitions}: {doing}\033[K", end="", file=sys.stderr, flush=True)
 
 
 def _rate(values: list[float]) -> Rate:

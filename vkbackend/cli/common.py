@@ -138,6 +138,13 @@ def device_name(info: DeviceInfo, args: argparse.Namespace) -> str:
     return ":".join([info.name, *args.device.split(":")[2:]])
 
 
+def device_remark(info: DeviceInfo, args: argparse.Namespace) -> list[str]:
+    """What a user should know of the device in use, if anything. Whoever names numpy knows that it is no GPU."""
+    from vkbackend.device import note
+
+    return list(filter(None, ["" if args.device == "numpy" else note(info)]))
+
+
 def demo_model() -> Path:
     """The demo model in the package's data. Raises `ModelError` when this installation lacks it."""
     import vkbackend.model

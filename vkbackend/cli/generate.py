@@ -13,6 +13,7 @@ from vkbackend.cli.common import (
     add_json,
     add_model,
     device_name,
+    device_remark,
     load_model,
     print_json,
     speculator,
@@ -67,7 +68,6 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from vkbackend.cli import UsageError
-    from vkbackend.device import note
     from vkbackend.spec.generate import check_max_tokens, stream
     from vkbackend.spec.sampling import Sampling
     from vkbackend.spec.stopping import check_stop
@@ -104,9 +104,8 @@ def run(args: argparse.Namespace) -> int:
     info = pieces.device
     name = device_name(info, args)
     if args.stats or sys.stderr.isatty():
-        # Whoever names numpy knows that it is no GPU.
-        remark = "" if args.device == "numpy" else note(info)
-        print(*result.stats.lines(f"{name} ({info.description})"), *filter(None, [remark]), sep="\n", file=sys.stderr)
+        lines = result.stats.lines(f"{name} ({info.description})")
+        print(*lines, *device_remark(info, args), sep="\n", file=sys.stderr)
     if result.stop_reason == "length" and len(result.tokens) < args.n_predict:
         print(_context_is_full(len(ids), args.n_predict, n_ctx, trained), file=sys.stderr)
     if args.json:
