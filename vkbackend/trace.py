@@ -21,6 +21,8 @@ def trace_events(steps: Mapping[str, Sequence[LevelTime]]) -> list[dict[str, Any
             args: dict[str, Any] = {"level": i, "kernels": ", ".join(level.kernels)}
             if level.n_bytes and level.seconds:
                 args |= {"bytes": level.n_bytes, "GB/s": round(level.n_bytes / level.seconds / 1e9, 1)}
+            if level.weights:
+                args["weights"] = ", ".join(level.weights)
             us = level.seconds * 1e6
             events.append(
                 {"name": " + ".join(level.ops), "ph": "X", "pid": 0, "tid": row, "ts": at, "dur": us, "args": args}

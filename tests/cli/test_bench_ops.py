@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,31 @@ def test_table_json_and_trace_agree(kompute: KomputeDevice, tmp_path: Path, run:
     assert {"linear", "argmax"} <= {op for level in decode for op in level["ops"]}
 
     status, table, _ = run(*words)
-    assert status == 0 and "decode, 1 token" in table and "linear_rows" in table and "OF COPY" in table
+    assert status == 0 and "linear_rows" in table and "OF COPY" in table
+    lines = table.splitlines()
+    assert lines[0].startswith("kompute:0 (") and lines[1].startswith("kompute:0, decode, 1 token: ")
+    assert lines[2].split()[:3] == ["OP", "WEIGHTS", "KERNELS"]
+    end = lines.index("")
+    assert lines[end + 1].startswith("kompute:0, prompt, 20 tokens: ")
+    # Rows are told apart by what they name.
+    for part in (lines[3:end], lines[end + 3 :]):
+        named = [tuple(re.split(" {2,}", line)[:3]) for line in part]
+        assert len(set(named)) == len(named) > 5
+        assert {("linear", "ffn_down"), ("embed_rows", "token_embd")} <= {name[:2] for name in named}
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        ("dense-q8_0", {"token_embd", "attn_q", "attn_output", "attn_qkv", "ssm_out", "ffn_gate", "ffn_down"}),
+        ("moe-q8_0", {"token_embd", "ffn_gate_exps", "ffn_down_exps"}),
+    ],
+)
+def test_a_level_names_the_matrices_it_reads(kompute: KomputeDevice, run: Run, model: str, names: set[str]) -> None:
+    words = ["bench", "-m", fixture(f"gguf/{model}.gguf"), "--device", "kompute:0", "--ops", "-p", "20", "-r", "1"]
+    for levels in json.loads(run(*words, "--json")[1])["steps"].values():
+        found = {name.split(".")[-2] for level in levels for name in level["weights"]}
+        assert names <= found and all(len(level["weights"]) <= 2 for level in levels)
 
 
 def _is_product(name: str) -> bool:
@@ -50,9 +75,10 @@ def _is_product(name: str) -> bool:
 
 
 def test_a_trace_shows_rates_only_where_bytes_are_counted() -> None:
-    levels = [LevelTime(("linear", "add"), ("a", "b"), 2e-6, 6000), LevelTime(("argmax",), ("c",), 1e-6, 0)]
+    levels = [LevelTime(("linear", "add"), ("a", "b"), 2e-6, 6000, ("x", "y")), LevelTime(("argmax",), ("c",), 1e-6, 0)]
     _, first, second = trace_events({"step": levels})
     assert first["name"] == "linear + add" and first["args"]["GB/s"] == 3.0 and first["args"]["bytes"] == 6000
+    assert first["args"]["weights"] == "x, y" and "weights" not in second["args"]
     assert second["ts"] == 2.0 and second["dur"] == 1.0 and "GB/s" not in second["args"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
@@ -44,25 +45,29 @@ def run_ops(model: Model, args: argparse.Namespace) -> int:
         )
         return 0
     print(f"{device} ({info.description}), copies move {copy / 1e9:.0f} GB/s (read and written)")
-    for name, levels in steps.items():
+    for i, (name, levels) in enumerate(steps.items()):
         total = sum(level.seconds for level in levels)
-        print(f"\n{name}: {total * 1e6:.0f} us in {len(levels)} levels")
+        if i:
+            print()
+        print(f"{device}, {name}: {total * 1e6:.0f} us in {len(levels)} levels")
         print(table(_rows(levels, total, copy)))
     return 0
 
 
 def _rows(levels: Sequence[LevelTime], total: float, copy: float) -> list[list[str]]:
-    kinds: dict[tuple[str, str, int], list[float]] = {}
+    kinds: dict[tuple[str, str, str, int], list[float]] = {}
     for level in levels:
-        key = (" + ".join(level.ops), ", ".join(level.kernels), level.n_bytes)
+        weights = ", ".join(_short(name) for name in level.weights)
+        key = (" + ".join(level.ops), weights, ", ".join(level.kernels), level.n_bytes)
         kinds.setdefault(key, []).append(level.seconds)
-    rows = [["OP", "KERNELS", "LEVELS", "EACH us", "ALL us", "SHARE", "MB", "GB/s", "OF COPY"]]
-    for (ops, kernels, n_bytes), seconds in sorted(kinds.items(), key=lambda kind: -sum(kind[1])):
+    rows = [["OP", "WEIGHTS", "KERNELS", "LEVELS", "EACH us", "ALL us", "SHARE", "MB", "GB/s", "OF COPY"]]
+    for (ops, weights, kernels, n_bytes), seconds in sorted(kinds.items(), key=lambda kind: -sum(kind[1])):
         spent = sum(seconds)
         rate = n_bytes * len(seconds) / spent if spent else 0.0
         rows.append(
             [
                 ops,
+                weights or "-",
                 kernels,
                 str(len(seconds)),
                 f"{1e6 * spent / len(seconds):.1f}",
@@ -74,6 +79,11 @@ def _rows(levels: Sequence[LevelTime], total: float, copy: float) -> list[list[s
             ]
         )
     return rows
+
+
+def _short(name: str) -> str:
+    """What a tensor is called in every block: ffn_down for blk.3.ffn_down.weight."""
+    return re.sub(r"^blk\.\d+\.|\.weight$", "", name)
 
 
 def copy_bandwidth(device: Device) -> float:
