@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set, Sized
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vkbackend.errors import ContextError
+from vkbackend.errors import ContextError, shown
 
 DECODE_ROWS = 16  # batches up to this many rows use the batch-invariant kernels
 
@@ -47,6 +47,7 @@ class UBatch:
 
 def check_batch(batch: Batch, n_past: Sequence[int], n_ctx: int, n_vocab: int) -> Rows:
     """Checks a batch against the sequences' lengths. Raises `ContextError` naming the row, number and range."""
+    check_tokens(batch.tokens)
     n = len(batch.tokens)
     if n == 0:
         raise ContextError("decode: the batch is empty; give at least one token")
@@ -78,6 +79,16 @@ def check_batch(batch: Batch, n_past: Sequence[int], n_ctx: int, n_vocab: int) -
                 "make the context larger (n_ctx) or the prompt shorter"
             )
     return Rows(tokens.astype(np.int32), seq_ids.astype(np.int32), want)
+
+
+def check_tokens(tokens: object) -> None:
+    """Raises `ContextError` for what is no sequence of token ids at all: a text, or a single id."""
+    alone = not isinstance(tokens, Sized) or getattr(tokens, "ndim", 1) == 0
+    if alone or isinstance(tokens, str | bytes | Mapping | Set):
+        raise ContextError(
+            f"decode: tokens is {shown(tokens)}; a list or array of token ids is needed, as "
+            "model.tokenizer.encode(text) gives"
+        )
 
 
 def split(seq_ids: NDArray[np.int32], n_ubatch: int) -> list[UBatch]:

@@ -18,7 +18,7 @@ from vkbackend.device.base import Device, Program
 from vkbackend.device.pace import Pace, is_watched
 from vkbackend.errors import ContextError, DeviceError
 from vkbackend.graph import Graph
-from vkbackend.model.batch import Batch, Rows, UBatch, check_batch, split
+from vkbackend.model.batch import Batch, Rows, UBatch, check_batch, check_tokens, split
 from vkbackend.model.memory import Memory, SeqRm, SequenceState
 from vkbackend.model.qwen35 import StepShape
 
@@ -284,6 +284,7 @@ def kv_bucket(n: int, n_ctx: int) -> int:
 
 def single_sequence(tokens: Sequence[int], seq: int, pos: int | None, logits: str) -> Batch:
     """The batch of one sequence's tokens from position `pos` (None: continue), wanting "last", "all" or "none"."""
+    check_tokens(tokens)
     n = len(tokens)
     if logits not in ("last", "all", "none"):
         raise ContextError(f"decode: logits is {logits!r}; allowed are 'last', 'all' and 'none'")

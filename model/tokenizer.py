@@ -115,9 +115,11 @@ class Tokenizer:
         """Token ids of a text.
 
         parse_special: control tokens written out in the text become their ids; else they are text like any other.
-        (User-defined tokens, which are not control tokens, always become their ids.) Raises `ContextError` for a
-        string that is not Unicode text, has bytes that the vocabulary lacks, or a million blanks in a row.
+        (User-defined tokens, which are not control tokens, always become their ids.) Raises `ContextError` for what
+        is no string, is not Unicode text, has bytes that the vocabulary lacks, or a million blanks in a row.
         """
+        if not isinstance(text, str):
+            raise ContextError(f"encode: the text is {shown(text)}; a str is needed")
         backend = self._backend if parse_special else self._plain
         if len(text) > MAX_BLANKS and (run := _LONG_BLANKS.search(text)):
             raise ContextError(

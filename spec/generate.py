@@ -384,9 +384,11 @@ def _check_spec(spec: object) -> None:
 
 
 def _check_sampling(sampling: object) -> None:
-    """Raises `ContextError` for what is no `Sampling`: a temperature, or a name."""
+    """Raises `ContextError` for what is no `Sampling`: a temperature, or a dict of settings."""
     if sampling is not None and not isinstance(sampling, Sampling):
-        raise ContextError(f"generate: sampling is {shown(sampling)}; a vkb.Sampling(), or None, is needed")
+        raise ContextError(
+            f"generate: sampling is {shown(sampling)}; a vkb.Sampling(temperature=...), or None, is needed"
+        )
 
 
 def check_max_tokens(max_tokens: int) -> int:

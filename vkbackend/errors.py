@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Mapping, Set, Sized
 from numbers import Integral
 
 
@@ -31,11 +31,13 @@ def quoted(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A value out of a file for a message of one line: long texts cut short, long arrays by their length."""
+    """A value for a message of one line: long texts cut short, long arrays by their length, a dict as what it is."""
     if isinstance(value, str):
         return quoted(value) if len(value) <= 100 else f"{quoted(value)}... ({len(value)} characters)"
     if not isinstance(value, Sized) or getattr(value, "ndim", 1) == 0:  # an array without axes has no length
         return repr(value)
+    if isinstance(value, Mapping | Set | bytes):
+        return f"of type {type(value).__name__}, length {len(value)}"
     values = getattr(value, "tolist", lambda: value)() if len(value) <= 8 else None
     short = isinstance(values, list) and all(isinstance(v, bool | int | float) for v in values)
     return repr(values) if short else f"an array of {len(value)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from vkbackend.errors import ContextError
 from vkbackend.model.batch import DECODE_ROWS, Batch, check_batch, split
+from vkbackend.model.context import single_sequence
 
 
 def check(batch: Batch, n_past: tuple[int, ...] = (5, 0, 9)) -> tuple[list[int], list[int], list[bool]]:
@@ -39,6 +41,11 @@ def test_a_sequence_may_be_filled_to_the_last_place() -> None:
     ("batch", "message"),
     [
         (Batch([]), "the batch is empty"),
+        (Batch("hi"), r"tokens is 'hi'; a list or array of token ids is needed.*encode"),  # type: ignore[arg-type]
+        (Batch(b"hi"), "tokens is of type bytes, length 2; a list or array"),
+        (Batch(5), "tokens is 5; a list or array"),  # type: ignore[arg-type]
+        (Batch(np.array(5)), r"tokens is array\(5\)"),  # type: ignore[arg-type]
+        (Batch({5: 1}), "tokens is of type dict, length 1"),  # type: ignore[arg-type]
         (Batch([1, 100]), r"row 1 has token id 100; allowed are 0\.\.99"),
         (Batch([-1]), r"row 0 has token id -1; allowed are 0\.\.99"),
         (Batch([1, 2], seq_ids=[0, 3]), r"row 1 has sequence 3; allowed are 0\.\.2"),
@@ -58,6 +65,12 @@ def test_a_sequence_may_be_filled_to_the_last_place() -> None:
 def test_bad_batches_are_refused(batch: Batch, message: str) -> None:
     with pytest.raises(ContextError, match=message):
         check(batch)
+
+
+@pytest.mark.parametrize("tokens", ["hi", 5, None, np.array(5)])
+def test_what_is_no_list_of_tokens(tokens: Any) -> None:
+    with pytest.raises(ContextError, match=r"decode: tokens is .*; a list or array of token ids is needed"):
+        single_sequence(tokens, 0, None, "last")
 
 
 @given(st.integers(0, 2**32 - 1))

@@ -160,6 +160,12 @@ def test_a_string_that_is_not_text_is_refused() -> None:
         demo().encode("ab\udc80c")
 
 
+@pytest.mark.parametrize("text", [5, None, b"abc", ["a"], np.array(["a"])])
+def test_only_a_string_is_encoded(text: Any) -> None:
+    with pytest.raises(ContextError, match=r"encode: the text is .*; a str is needed"):
+        demo().encode(text)
+
+
 @pytest.mark.parametrize("blank", [" ", "\n", "\u00a0"])
 def test_a_million_blanks_but_no_more(blank: str) -> None:
     """Some millions more made the library's regex engine end the process."""
