@@ -61,6 +61,8 @@ def convert(
     path = _path(folder, out, kind, mtp)
     if any(path.resolve() == t.path.resolve() for t in tensors.values()):
         raise ModelError(f"{path}: is part of the checkpoint; give another name for the GGUF file")
+    if path.is_dir():
+        raise ModelError(f"{path}: is a folder, which no file replaces; give another name with -o")
     if path.exists() and not force:
         raise ModelError(f"{path}: is there already; give another name with -o, or replace it with --force")
     _make_folder(path.parent)

@@ -68,6 +68,20 @@ def test_a_file_is_replaced_only_by_force(folder: Path, capsys: pytest.CaptureFi
     assert path.read_bytes()[:4] == b"GGUF"
 
 
+@pytest.mark.parametrize("arguments", [[], ["--force"], ["--force", "-o", "x.gguf", "--mtp"]])
+def test_a_folder_is_not_replaced_and_nothing_written(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.setattr("vkbackend.model.convert.write._write_tensors", None)  # refused before
+    path = folder.parent / ("mtp-x.gguf" if "--mtp" in arguments else "Tiny-1B-F32.gguf")
+    path.mkdir()
+    assert main(["convert", str(folder), *arguments]) == 1
+    out, err = capsys.readouterr()
+    told = f"{path.name}: is a folder, which no file replaces; give another name with -o"
+    assert (out, err) == ("", f"vkbackend convert: {told}\n")
+    assert sorted(p.name for p in folder.parent.iterdir()) == sorted([folder.name, path.name])
+
+
 @pytest.mark.parametrize("out", ["x.txt", "x.txt/models", "x.txt/x.gguf"])
 def test_a_file_is_no_folder(folder: Path, capsys: pytest.CaptureFixture[str], out: str) -> None:
     (folder.parent / "x.txt").write_bytes(b"mine")
