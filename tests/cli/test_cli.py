@@ -282,6 +282,11 @@ def test_the_draft_file_is_given_or_found_beside_the_model(run: Run, monkeypatch
     assert loaded == [draft, None]
 
 
+def test_a_block_alone_says_how_it_is_given(run: Run) -> None:
+    status, _, err = run("generate", "-m", fixture("gguf/mtp-dense-f32.gguf"), "--device", "numpy", "--prompt-ids", 5)
+    assert status == 1 and "load the main model with this file as --model-draft (draft= in Python)" in err
+
+
 def test_a_prompt_that_is_no_text(run: Run, demo_file: Path, tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"ab\xff")
     status, _, err = run(*words(demo_file, "-f", tmp_path / "binary"))
