@@ -18,7 +18,11 @@ layout(constant_id = 2) const uint SPLIT = 1u;
 layout(constant_id = 3) const uint WIDE = 0u;
 layout(constant_id = 4) const uint STRIDE = 1u;  // between the lanes of a team
 layout(constant_id = 5) const uint PARTS = 1u;   // sums of squares of a group of columns
+layout(constant_id = 6) const uint ORDER = 0u;   // of the bytes that are made of the result
 
+#if defined(EMIT) && !defined(SUBGROUP)
+#define SUBGROUP  // include/bytes.glsl needs them
+#endif
 #define LANE_STRIDE STRIDE
 #include "lanes.glsl"
 
@@ -29,7 +33,11 @@ layout(local_size_x = LOCAL_SIZE) in;
 layout(binding = 0) readonly buffer Weights { uint w_words[]; };
 layout(binding = 0) readonly buffer WeightQuads { uvec4 w_quads[]; };
 layout(binding = 1) readonly buffer X { vec4 x_quads[]; };
+#ifdef EMIT
+layout(binding = 2) coherent buffer Y { float y[]; };
+#else
 layout(binding = 2) buffer Y { float y[]; };
+#endif
 #if defined(NORM)
 layout(binding = 3) readonly buffer Norm { vec4 norm_quads[]; };
 #elif defined(GROUPS)
@@ -46,9 +54,21 @@ layout(push_constant) uniform Push {
     uint plane_0; uint plane_1; uint plane_2; uint n_in; uint n_out;
     uint x_at; uint x_row; uint y_at; uint y_row;
     uint norm_at; float eps; uint residual_at; uint residual_row; uint group_size;
+#ifdef EMIT
+    uint bytes_at; uint bytes_row; uint counters_at; uint next_norm_at;
+#endif
 } push;
 
 #include "weights.glsl"
+#ifdef EMIT  // only with RESIDUAL
+#ifdef GROUPS
+#define EMIT_AT 5
+#else
+#define EMIT_AT 4
+#endif
+#define N_COLUMNS (SLOTS * N_R)
+#include "emit.glsl"
+#endif
 
 shared float team_sums[TEAMS * N_R * TOKENS];
 shared float team_squares[TEAMS * TOKENS];
@@ -197,7 +217,13 @@ void main() {
             value += added[k];
 #endif
             y[push.y_at + t * push.y_row + base + row] = value;
+#ifdef EMIT
+            made(value, row, t);
+#endif
         }
     }
+#endif
+#ifdef EMIT
+    emit(base, push.n_out);
 #endif
 }

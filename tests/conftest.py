@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -48,6 +49,18 @@ def device(request: pytest.FixtureRequest) -> KomputeDevice:
 def vulkan() -> Iterator[VulkanDevice]:
     """The first device through direct Vulkan."""
     device = open_or_skip(lambda: VulkanDevice(0, subgroups=True))
+    yield device
+    device.close()
+
+
+@pytest.fixture(scope="session")
+def dots_device() -> Iterator[VulkanDevice]:
+    """Direct Vulkan whose lowerings are told of a GPU with dot products of bytes (vkbackend/ops/linear_dots.py)."""
+    device = open_or_skip(lambda: VulkanDevice(0, subgroups=True))
+    limits = device.info.limits
+    features = replace(limits.features, integer_dot=True)
+    limits = replace(limits, subgroup_size=max(32, limits.subgroup_size), features=features)
+    device.info = replace(device.info, limits=limits)
     yield device
     device.close()
 

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from vkbackend.device.base import ALIGN, Limits
 from vkbackend.device.null import NullBuffer
 from vkbackend.errors import VkBackendError
-from vkbackend.graph import Graph, Role, Tensor, bound
+from vkbackend.graph import Graph, Role, Tensor, bound, overlaps
 from vkbackend.launch import ARENA, INPUTS, OUTPUTS, Launch
 from vkbackend.ops.op import At, Bind, Dispatch, Kernel, Lowering, Op, counters, scratch
-from vkbackend.schedule import Plan, overlaps, plan
+from vkbackend.schedule import Plan, plan
 
 SEEDS = st.integers(0, 2**32 - 1)
 Place = tuple[Any, int]  # (storage, buffer or region; word)

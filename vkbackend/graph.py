@@ -217,3 +217,29 @@ def _fresh(label: str, shape: Sequence[int], dtype: str, role: Role) -> Tensor:
         raise VkBackendError(f"tensor '{label}': shape {tuple(shape)} has an empty axis; every axis must be >= 1")
     storage = Storage(label, math.prod(shape), dtype, role)
     return Tensor(storage, 0, tuple(shape), row_major(shape), dtype)
+
+
+def overlaps(a: Tensor, b: Tensor) -> bool:
+    """True when two views of one storage (or of one buffer) may share a word."""
+    a0, a1 = (a.storage.base + w for w in a.span())
+    b0, b1 = (b.storage.base + w for w in b.span())
+    if a1 <= b0 or b1 <= a0:
+        return False
+    rows_a, rows_b = _rows(a), _rows(b)
+    if rows_a is None or rows_b is None or rows_a[0] != rows_b[0]:
+        return True
+    # Both are rows of equal pitch (column slices of one matrix): they are apart when their columns are.
+    pitch, width_a = rows_a
+    width_b = rows_b[1]
+    start_a, start_b = a0 % pitch, b0 % pitch
+    if start_a + width_a > pitch or start_b + width_b > pitch:
+        return True
+    return start_a < start_b + width_b and start_b < start_a + width_a
+
+
+def _rows(t: Tensor) -> tuple[int, int] | None:
+    """(row pitch, row width) in words of a view whose outermost axis steps over rows that do not overlap."""
+    if t.is_packed or t.ndim < 2 or t.shape[0] == 1:
+        return None
+    width = 1 + sum((n - 1) * s for n, s in zip(t.shape[1:], t.strides[1:], strict=True))
+    return (t.strides[0], width) if width <= t.strides[0] else None

@@ -1,6 +1,6 @@
 """From a graph to an ordered, placed list of dispatches: levels by hazards, memory by liveness.
 
-1. Every node is lowered to stages of dispatches (`ops/op.py`).
+1. Every node is lowered to stages of dispatches (`ops/op.py`), some of which are joined (`fusion.py`).
 2. Each dispatch gets a level: one more than the highest level it conflicts with. A conflict is an overlap of
    byte ranges of the same storage where at least one side writes; dispatches of one stage never conflict.
    Barriers are needed between levels only.
@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 from vkbackend.device.base import ALIGN, Limits
 from vkbackend.errors import VkBackendError
-from vkbackend.graph import Graph, Role, Storage, Tensor
+from vkbackend.fusion import Step, fuse
+from vkbackend.graph import Graph, Role, Storage, Tensor, overlaps
 from vkbackend.launch import ARENA, INPUTS, OUTPUTS, Launch, Place
 from vkbackend.ops.op import At, Bind, Dispatch, push_word
 
@@ -86,54 +87,26 @@ def plan(graph: Graph, limits: Limits) -> Plan:
 def _levels(graph: Graph, limits: Limits) -> tuple[list[_Item], dict[object, _Life]]:
     items: list[_Item] = []
     lives: dict[object, _Life] = {}
-    stage_id = 0
-    for node in graph.nodes:
-        for stage in node.op.lower(node, limits):
-            stage_id += 1
-            for dispatch in stage:
-                binds = (*dispatch.binds, *dispatch.also)
-                level = 0
-                for bind in binds:
-                    if (life := lives.get(_key(bind.tensor.storage))) is not None:
-                        level = life.level_after(bind, stage_id, level)
-                items.append(_Item(node.op.name, dispatch, level))
-                for bind in binds:
-                    storage = bind.tensor.storage
-                    life = lives.setdefault(_key(storage), _Life(storage, level, level))
-                    life.first, life.last = min(life.first, level), max(life.last, level)
-                    (life.writes if "w" in bind.access else life.reads).append(_Access(level, stage_id, bind))
+    stages = [(node, stage) for node in graph.nodes for stage in node.op.lower(node, limits)]
+    steps = [Step(node.op.name, i, dispatch) for i, (node, stage) in enumerate(stages) for dispatch in stage]
+    for step in fuse(steps):
+        binds = (*step.dispatch.binds, *step.dispatch.also)
+        level = 0
+        for bind in binds:
+            if (life := lives.get(_key(bind.tensor.storage))) is not None:
+                level = life.level_after(bind, step.stage, level)
+        items.append(_Item(step.label, step.dispatch, level))
+        for bind in binds:
+            storage = bind.tensor.storage
+            life = lives.setdefault(_key(storage), _Life(storage, level, level))
+            life.first, life.last = min(life.first, level), max(life.last, level)
+            (life.writes if "w" in bind.access else life.reads).append(_Access(level, step.stage, bind))
     return items, lives
 
 
 def _key(storage: Storage) -> object:
     # Two BOUND storages over one buffer are told apart by their words, not by their identity.
     return id(storage.buffer) if storage.role is Role.BOUND else id(storage)
-
-
-def overlaps(a: Tensor, b: Tensor) -> bool:
-    """True when two views of one storage (or of one buffer) may share a word."""
-    a0, a1 = (a.storage.base + w for w in a.span())
-    b0, b1 = (b.storage.base + w for w in b.span())
-    if a1 <= b0 or b1 <= a0:
-        return False
-    rows_a, rows_b = _rows(a), _rows(b)
-    if rows_a is None or rows_b is None or rows_a[0] != rows_b[0]:
-        return True
-    # Both are rows of equal pitch (column slices of one matrix): they are apart when their columns are.
-    pitch, width_a = rows_a
-    width_b = rows_b[1]
-    start_a, start_b = a0 % pitch, b0 % pitch
-    if start_a + width_a > pitch or start_b + width_b > pitch:
-        return True
-    return start_a < start_b + width_b and start_b < start_a + width_a
-
-
-def _rows(t: Tensor) -> tuple[int, int] | None:
-    """(row pitch, row width) in words of a view whose outermost axis steps over rows that do not overlap."""
-    if t.is_packed or t.ndim < 2 or t.shape[0] == 1:
-        return None
-    width = 1 + sum((n - 1) * s for n, s in zip(t.shape[1:], t.strides[1:], strict=True))
-    return (t.strides[0], width) if width <= t.strides[0] else None
 
 
 class _Placement:

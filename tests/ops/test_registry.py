@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vkbackend.ops
-from vkbackend.device.base import Limits
+from vkbackend.device.base import Features, Limits
 from vkbackend.device.copy import COPY_WORDS, FILL_WORDS
 from vkbackend.device.kompute_order import WITNESS
 from vkbackend.device.null import NullDevice
@@ -26,6 +26,10 @@ LIMITS = {
     "least": Limits(),
     "cpu": Limits(max_invocations=1024, subgroup_size=8, subgroup_shuffle=True),
     "gpu": Limits(max_invocations=1024, subgroup_size=32, subgroup_shuffle=True, max_shared_bytes=49152),
+    "dots": Limits(
+        max_invocations=1024, subgroup_size=32, min_subgroup_size=32, subgroup_shuffle=True,
+        features=Features(integer_dot=True),
+    ),
     "narrow": Limits(max_groups=(7, 65535, 65535)),
 }
 
@@ -55,7 +59,10 @@ def test_cases_have_labels_of_their_own(name: str) -> None:
 
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS.keys())
 @pytest.mark.parametrize("name", NAMES)
-def test_lowerings_ask_for_listed_kernels_within_the_limits(name: str, limits: Limits) -> None:
+def test_lowerings_ask_for_listed_kernels_within_the_limits(
+    name: str, limits: Limits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vkbackend.ops.linear_dots.ENOUGH_WEIGHTS", 0)
     op = importlib.import_module(f"vkbackend.ops.{name}").OP
     assert len(set(op.kernels())) == len(op.kernels())
     shipped = {k for o in all_ops() for k in o.kernels()}  # a lowering may use other ops' kernels

@@ -21,8 +21,14 @@ from vkbackend.shaders.compiler import compile_to, content_hash, find_compiler, 
 
 KERNELS = sorted({COPY_WORDS, FILL_WORDS, WITNESS, *(k for op in all_ops() for k in op.kernels())}, key=str)
 VARIANTS = [False, True]
-# What lowerings ask for only where a device has it: f16 (9), subgroups, Vulkan's memory model, cooperative matrices.
-OPTIONAL = {"linear_matrix": {1, 9, 61, 5345, 6022}}
+# What lowerings ask for only where a device has it: f16 (9), subgroups (61, 65), Vulkan's memory model, cooperative
+# matrices, dot products of bytes (6018, 6019).
+OPTIONAL = {
+    "linear_matrix": {1, 9, 61, 5345, 6022},
+    "linear_dots": {1, 61, 65, 6018, 6019},
+    "row_bytes": {1, 61, 65},
+    "EMIT": {1, 61, 65},  # of linear_rows
+}
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no glslangValidator here")
 
@@ -77,7 +83,8 @@ def test_every_kernel_compiles_and_keeps_the_limits(
     assert module.push_bytes() <= 128
     assert module.local_size() == (kernel.local_size, 1, 1)
     # Core Vulkan 1.1 only: Shader, and for the subgroup variant basic (61) and shuffle (65).
-    assert module.capabilities <= OPTIONAL.get(kernel.name, {1, 61, 65} if subgroup else {1})
+    emits = "EMIT" in kernel.defines and kernel.name == "linear_rows"
+    assert module.capabilities <= OPTIONAL.get("EMIT" if emits else kernel.name, {1, 61, 65} if subgroup else {1})
     assert module.bindings() == set(range(len(module.bindings())))
     assert module.version <= (1, 3)  # what Vulkan 1.1 takes
 

@@ -10,15 +10,33 @@ import pytest
 import vkbackend as vkb
 from vkbackend.cli.common import demo_model
 from vkbackend.model.loader import Model, load
+from vkbackend.ops import linear_dots
+from vkbackend.ops.case import nmse
+
+DOTS = "vulkan:0 as a GPU with dot products of bytes"
 
 
-@pytest.fixture(scope="module", params=["kompute:0", "vulkan:0"])
+@pytest.fixture(scope="module", params=["kompute:0", "vulkan:0", DOTS])
 def model(request: pytest.FixtureRequest) -> Iterator[Model]:
+    if request.param == DOTS:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(linear_dots, "ENOUGH_WEIGHTS", 0)
+            yield load(demo_model(), device=request.getfixturevalue("dots_device"))
+        return
     if request.param not in {d.name for d in vkb.devices()}:
         pytest.skip(f"{request.param} is not here")
     loaded = load(demo_model(), device=request.param)
     yield loaded
     loaded.close()
+
+
+def test_logits_are_those_of_numpy(model: Model, demo: Model, seed: int) -> None:
+    tokens = np.random.default_rng(seed).integers(0, 4000, 6).tolist()
+    logits = []
+    for each in (model, demo):
+        ctx = each.context(n_ctx=64)
+        logits.append(np.stack([ctx.decode(tokens[i : i + 2]).logits for i in range(0, 6, 2)]))
+    assert nmse(*logits) <= 1e-7
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -42,7 +42,8 @@ class Features:
 
     `storage8` and `storage16` allow 8 and 16 bit elements in storage buffers; `int8`, `int16`, `int64` and
     `float16` arithmetic on them. `subgroup_sizes` is the range of sizes that a pipeline may require ((0, 0): none).
-    `integer_dot` is SPV_KHR_integer_dot_product. Without shapes there are no cooperative matrices.
+    `integer_dot` is SPV_KHR_integer_dot_product with four products of signed bytes in one instruction. Without shapes
+    there are no cooperative matrices.
     """
 
     storage8: bool = False

@@ -127,7 +127,7 @@ def _features(vk: Any, instance: Any, physical: Any, members: set[str]) -> Featu
         int16="shaderInt16" in members,
         int64="shaderInt64" in members,
         float16="shaderFloat16" in members,
-        integer_dot="shaderIntegerDotProduct" in members,
+        integer_dot="shaderIntegerDotProduct" in members and _has_fast_dots(vk, physical),
         memory_model="vulkanMemoryModel" in members,
         full_subgroups="computeFullSubgroups" in members,
         subgroup_sizes=_subgroup_sizes(vk, physical) if "subgroupSizeControl" in members else (0, 0),
@@ -141,6 +141,13 @@ def _subgroup_sizes(vk: Any, physical: Any) -> tuple[int, int]:
     if not sizes.requiredSubgroupSizeStages & vk.VK_SHADER_STAGE_COMPUTE_BIT:
         return (0, 0)
     return int(sizes.minSubgroupSize), int(sizes.maxSubgroupSize)
+
+
+def _has_fast_dots(vk: Any, physical: Any) -> bool:
+    """Whether four products of signed bytes are one instruction; without it a driver makes them of many."""
+    dots = vk.VkPhysicalDeviceShaderIntegerDotProductProperties()
+    vk.vkGetPhysicalDeviceProperties2(physical, vk.VkPhysicalDeviceProperties2(pNext=dots))
+    return bool(dots.integerDotProduct4x8BitPackedSignedAccelerated)
 
 
 def _matrix_shapes(vk: Any, instance: Any, physical: Any) -> tuple[MatrixShape, ...]:

@@ -1,8 +1,8 @@
 """Matrix products: y = f(x) W^T, with what usually stands around them fused in.
 
 Before the product: RMS norm of x. After it: a residual added, or SwiGLU over interleaved gate and up rows. Up to
-16 rows of x go through `linear_rows`, whose results do not depend on the number of rows; more rows (prompts)
-through the products of `linear_prompt.py`.
+16 rows of x go through `linear_rows` or, as `linear_dots.py` tells, `linear_dots`, whose results do not depend on the
+number of rows; more rows (prompts) through the products of `linear_prompt.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from vkbackend.device.base import Limits
 from vkbackend.device.numpy_parts import Run, Workspace
 from vkbackend.graph import Graph, Node, Tensor
 from vkbackend.ops.case import Case, CaseBuilder
+from vkbackend.ops.linear_dots import ORDERS, dots, dots_kernels, emitting, row_bytes, suits
 from vkbackend.ops.linear_numpy import prepared_linear
 from vkbackend.ops.linear_prompt import Part, product_bytes, prompt_kernels, prompt_stages
 from vkbackend.ops.op import (
@@ -172,19 +173,45 @@ def _lower(node: Node, limits: Limits) -> Lowering:
         "linear",
         f"x {x.shape} must have a multiple of 16 columns, its rows must start at multiples of 4 words",
     )
-    pieces = []
+    pieces: list[_Piece] = []
     at = 0
     for w in of.parts:
         width = w.shape[0] // 2 if attrs.swiglu else w.shape[0]
         pieces.append((w, y.narrow(1, at, width), of.residual and of.residual.narrow(1, at, width)))
         at += width
     if x.shape[0] <= MAX_ROWS:
-        return [[_rows(attrs, of, w, out, residual, limits) for w, out, residual in pieces]]
+        return _decode_stages(attrs, of, pieces, limits)
     return prompt_stages(
         x,
         [Part(w, plane_places(w), out, residual) for w, out, residual in pieces],
         norm=of.norm, squares=of.squares, eps=attrs.eps, swiglu=attrs.swiglu, limits=limits,
     )  # fmt: skip
+
+
+_Piece = tuple[Tensor, Tensor, Tensor | None]  # one matrix, its columns of the result, of the residual
+
+
+def _decode_stages(attrs: Attrs, of: _Operands[Tensor], pieces: Sequence[_Piece], limits: Limits) -> Lowering:
+    """Matrices that suit `linear_dots` go there, with x made bytes first, once for each order of columns."""
+    x = of.x
+    as_dots = suits(of.parts, limits)
+    first: dict[int, tuple[Tensor, Dispatch]] = {}
+    last = []
+    for w, y, residual in pieces:
+        if w.dtype not in ORDERS or not as_dots:
+            last.append(_rows(attrs, of, w, y, residual, limits))
+            continue
+        order = ORDERS[w.dtype]
+        if order not in first:
+            first[order] = row_bytes(x, of.norm, of.squares, attrs.eps, order, limits)
+        last.append(
+            dots(
+                first[order][0], w, plane_places(w), y, residual,
+                norm=of.norm is not None, swiglu=attrs.swiglu, eps=attrs.eps,
+                lane_stride=_lane_stride(limits), n_bytes=product_bytes(x, w, y), limits=limits,
+            )
+        )  # fmt: skip
+    return [[dispatch for _, dispatch in first.values()], last] if first else [last]
 
 
 def plane_places(w: Tensor) -> tuple[PushValue, PushValue, PushValue]:
@@ -220,8 +247,9 @@ def _rows(
     n_r, split, wide = _shape_of_work(n_out, n_in, x.shape[0], limits)
     groups = spread(-(-n_out * split // (TEAMS * n_r)), limits.max_groups[0])
     n_parts = 1 if of.squares is None else of.squares.shape[2]
-    spec = (x.shape[0], n_r, split, int(wide), _lane_stride(limits), n_parts)
-    return Dispatch(kernel, tuple(binds), tuple(push), groups, spec, n_bytes=product_bytes(x, w, y))
+    spec = (x.shape[0], n_r, split, int(wide), _lane_stride(limits), n_parts, 0)
+    dispatch = Dispatch(kernel, tuple(binds), tuple(push), groups, spec, n_bytes=product_bytes(x, w, y))
+    return dispatch if residual is None or of.norm is not None else emitting(dispatch, y)
 
 
 def _shape_of_work(n_out: int, n_in: int, n_tokens: int, limits: Limits) -> tuple[int, int, bool]:
@@ -250,11 +278,12 @@ def _lane_stride(limits: Limits) -> int:
 
 
 def _kernels() -> list[Kernel]:
-    out = prompt_kernels(FORMATS)
+    out = [*prompt_kernels(FORMATS), *dots_kernels()]
     for fmt in FORMATS:
-        for after in ((), ("RESIDUAL",), ("SWIGLU",)):
-            for before in ((), ("NORM",), ("GROUPS",)):
-                out.append(Kernel("linear_rows", ROWS_LANES, (f"W_{fmt.upper()}", *before, *after)))
+        for before in ((), ("NORM",), ("GROUPS",)):
+            for after in ((), ("RESIDUAL",), ("RESIDUAL", "EMIT"), ("SWIGLU",)):
+                if before != ("NORM",) or "EMIT" not in after:
+                    out.append(Kernel("linear_rows", ROWS_LANES, (f"W_{fmt.upper()}", *before, *after)))
     return out
 
 

@@ -67,6 +67,9 @@ class Dispatch:
     as uint32 (negative ones as two's complement), floats by bit pattern, `At` as word offsets. `spec` are uint32
     specialisation constants 0, 1, 2... `also` lists tensors touched through one of the bindings beyond the
     bound ones, so that the scheduler sees the hazard. `n_bytes`: the least that it moves, 0: not counted.
+
+    Two of them may be joined (`fusion.py`): one that only rearranges a tensor names it in `follows`; `absorb`, given
+    that one, is this dispatch with the other's work done as well, or None if it can not do it.
     """
 
     kernel: Kernel
@@ -76,6 +79,8 @@ class Dispatch:
     spec: tuple[int, ...] = ()
     also: tuple[Bind, ...] = ()
     n_bytes: int = 0
+    follows: Tensor | None = None
+    absorb: Callable[[Dispatch], Dispatch | None] | None = None
 
 
 Stage = list[Dispatch]  # dispatches that do not depend on each other
