@@ -101,3 +101,35 @@ def test_x_in_two_halves(device: KomputeDevice, rng: np.random.Generator, before
     error = np.abs(values * factor[:, None] - x).max(axis=1)
     assert (error <= 1e-6 * largest).all(), error
     np.testing.assert_allclose(sums, values.reshape(n_rows, n // 16, 16).sum(axis=2), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("n_out", "n_in", "n_rows", "tiles", "parts"),
+    [
+        (18432, 2560, 512, (4, 2), 1),  # enough workgroups
+        (2560, 9216, 512, (4, 2), 3),  # 80 of 132 that run at once: 240 in two rounds, each a third as long
+        (1024, 3584, 512, (4, 2), 4),
+        (1024, 3584, 64, (2, 1), 4),
+        (2560, 256, 512, (4, 2), 1),  # too few columns to share
+        (64, 64, 40, (2, 1), 1),
+    ],
+)
+def test_workgroups_share_columns_where_they_are_few(
+    n_out: int, n_in: int, n_rows: int, tiles: tuple[int, int], parts: int
+) -> None:
+    b = CaseBuilder(NullDevice(GPU), np.random.default_rng(0))
+    weights = b.weight(b.normal(n_out, n_in), "q8_0")
+    linear(b.graph, b.input(b.normal(n_rows, n_in)), [weights])
+    product = b.graph.nodes[-1].op.lower(b.graph.nodes[-1], GPU)[-1][0]
+    assert product.spec == (*tiles, parts)
+    n_tiles = -(-n_out // (32 * tiles[0])) * -(-n_rows // (64 * tiles[1]))
+    assert product.groups == (n_tiles * parts, 1, 1)
+    written = [bind.tensor.shape for bind in product.binds[3:5] if bind.access == "rw"]
+    assert written == ([(n_tiles * parts, 2048 * tiles[0] * tiles[1]), (n_tiles,)] if parts > 1 else [])
+
+
+def test_little_workgroup_memory_means_small_tiles() -> None:
+    b = CaseBuilder(NullDevice(GPU), np.random.default_rng(0))
+    linear(b.graph, b.input(b.normal(512, 512)), [b.weight(b.normal(2560, 512), "q8_0")])
+    limits = replace(GPU, max_shared_bytes=32 << 10)
+    assert b.graph.nodes[-1].op.lower(b.graph.nodes[-1], limits)[-1][0].spec == (2, 1, 1)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from vkbackend.device.base import Limits, MatrixShape
 from vkbackend.graph import Tensor
-from vkbackend.ops.op import At, Bind, Dispatch, Kernel, Lowering, PushValue, scratch, spread
+from vkbackend.ops.op import At, Bind, Dispatch, Kernel, Lowering, PushValue, counters, scratch, spread
 from vkbackend.ops.rms_norm import rms_norm_dispatch
 from vkbackend.packing import plane_words
 
@@ -22,8 +22,13 @@ TILED_LANES = 64  # invocations in a workgroup of linear_tiled
 ENOUGH_TILES = 256  # workgroups of linear_blocks below which tiles are cut smaller
 MATRIX = MatrixShape(16, 16, 16, "f16", "f16", "f32", "f32")
 MATRIX_LANES = 256  # invocations in a workgroup of linear_matrix: 8 subgroups of 32
-MATRIX_TILES = ((4, 2), (4, 1), (2, 1))  # tiles of 16 x 16 of a subgroup; it is 2 x 4 subgroups
-ENOUGH_MATRIX_TILES = 72  # workgroups below which they are cut smaller; from measurements on an H200
+# Tiles of 16 x 16 of a subgroup (a workgroup is 2 x 4 of those): how long a workgroup takes compared with the first.
+# This and the next two are from measurements on an H200, see docs/performance.md.
+MATRIX_TILES = {(4, 2): 1.0, (4, 1): 0.62, (2, 1): 0.36}
+AT_ONCE = 132  # workgroups
+PART_COST = 0.06  # of one more part of the columns
+MAX_PARTS, MIN_STEPS = 4, 8  # of the columns; of 32 columns of a part
+MAX_PARTIALS = 1 << 24  # numbers, all parts together
 NOT_EXACT = ("f32", "bf16")  # formats whose values are not small integers or f16
 
 
@@ -127,16 +132,42 @@ def _has_matrices(limits: Limits) -> bool:
 
 def _matrix(x: Tensor, halves: Tensor, part: Part, swiglu: bool, limits: Limits) -> Dispatch:
     n_rows, (n_out, n_in) = x.shape[0], part.w.shape
-    for m_tiles, n_tiles in MATRIX_TILES:
-        n_w_tiles, n_x_tiles = -(-n_out // (32 * m_tiles)), -(-n_rows // (64 * n_tiles))
-        if n_w_tiles * n_x_tiles >= ENOUGH_MATRIX_TILES and limits.max_shared_bytes >= 48 << 10:
-            break
+    (m_tiles, n_tiles), k_parts = _matrix_tiles(n_out, n_rows, n_in, limits)
+    n_w_tiles, n_x_tiles = -(-n_out // (32 * m_tiles)), -(-n_rows // (64 * n_tiles))
+    partials = done = halves  # bound, and not used without parts
+    access = "r"
+    if k_parts > 1:
+        size = 32 * m_tiles * 64 * n_tiles
+        partials = scratch("linear: sums of parts of the columns", (n_w_tiles * n_x_tiles * k_parts, size))
+        done = counters("linear: parts of the columns done", n_w_tiles * n_x_tiles)
+        access = "rw"
     defines, binds, after = _after(part, swiglu)
-    push = (*part.places, n_in, n_out, At(halves), At(part.y), part.y.strides[0], n_rows, *after, n_w_tiles)
+    push = (
+        *part.places, n_in, n_out, At(halves), At(part.y), part.y.strides[0], n_rows, *after, n_w_tiles,
+        At(partials), At(done),
+    )  # fmt: skip
     kernel = Kernel("linear_matrix", MATRIX_LANES, (f"W_{part.w.dtype.upper()}", *defines))
-    groups = spread(n_w_tiles * n_x_tiles, limits.max_groups[0])
-    all_binds = (Bind(part.w, "r"), Bind(halves, "r"), Bind(part.y, "w"), *binds)
-    return Dispatch(kernel, all_binds, push, groups, (m_tiles, n_tiles), n_bytes=product_bytes(x, part.w, part.y))
+    groups = spread(n_w_tiles * n_x_tiles * k_parts, limits.max_groups[0])
+    all_binds = (
+        Bind(part.w, "r"), Bind(halves, "r"), Bind(part.y, "w"), Bind(partials, access), Bind(done, access), *binds,
+    )  # fmt: skip
+    spec = (m_tiles, n_tiles, k_parts)
+    return Dispatch(kernel, all_binds, push, groups, spec, n_bytes=product_bytes(x, part.w, part.y))
+
+
+def _matrix_tiles(n_out: int, n_rows: int, n_in: int, limits: Limits) -> tuple[tuple[int, int], int]:
+    """Tiles of a subgroup and parts of the columns: what takes the fewest rounds of workgroups that run at once."""
+    if limits.max_shared_bytes < 48 << 10:
+        return min(MATRIX_TILES), 1
+    best = (float("inf"), (0, 0), 0)
+    for (m_tiles, n_tiles), cost in MATRIX_TILES.items():
+        n_groups = -(-n_out // (32 * m_tiles)) * -(-n_rows // (64 * n_tiles))
+        for parts in range(1, MAX_PARTS + 1):
+            too_many = n_groups * parts * 2048 * m_tiles * n_tiles > MAX_PARTIALS or n_in // 32 < parts * MIN_STEPS
+            if parts == 1 or not too_many:
+                time = -(-n_groups * parts // AT_ONCE) / parts * (1 + PART_COST * (parts - 1)) * cost
+                best = min(best, (time, (m_tiles, n_tiles), parts))
+    return best[1:]
 
 
 def _tiled(x: Tensor, part: Part, swiglu: bool, limits: Limits) -> Dispatch:
