@@ -28,6 +28,7 @@ GPU = Limits(
     max_invocations=1024, subgroup_size=32, min_subgroup_size=32, subgroup_shuffle=True,
     features=Features(integer_dot=True),
 )  # fmt: skip
+DECODE_CASES = [c for c in OP.cases() if int(c.label.split()[0].removeprefix("n=")) <= MAX_ROWS]
 ALLOWED = 1e-8  # NMSE against float64; 16 bits for the largest of 16 columns give some 1e-9
 
 
@@ -78,7 +79,7 @@ def test_x_is_made_bytes_once_for_an_order_of_columns() -> None:
 
 
 @pytest.mark.usefixtures("any_size")
-@pytest.mark.parametrize("case", OP.cases(), ids=lambda c: c.label)
+@pytest.mark.parametrize("case", DECODE_CASES, ids=lambda c: c.label)
 def test_cases(case: Case, dots_device: VulkanDevice, seed: int) -> None:
     result = run_case(case, dots_device, seed)
     assert result.nmse <= ALLOWED
