@@ -12,7 +12,7 @@ shaders_key=$(cat shaders/*.comp shaders/include/*.glsl shaders/*.py vkbackend/o
     vkbackend/device/{copy,kompute_order}.py | cksum | tr ' ' -)
 
 build_shaders() {
-    say "compiling shaders (about 570 the first time: a few minutes; later what has changed)"
+    say "compiling shaders (about 710 the first time: a few minutes; later what has changed)"
     .venv/bin/python -m vkbackend.shaders.build
     printf '%s\n' "$key" "$shaders_key" "$PWD" >"$stamp"
 }

@@ -36,8 +36,10 @@ _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
 
 def defines(kernel: Kernel, subgroup: bool) -> list[str]:
-    """Every -D option of one variant of a kernel. A shader without subgroups has one variant."""
+    """Every -D option of one variant of a kernel. A shader without subgroups has one, and so has a kernel that defines
+    SUBGROUP itself, being asked for only where a device has them."""
     asked = subgroup and any(b"SUBGROUP" in path.read_bytes() for path in _sources(f"{kernel.name}.comp"))
+    asked = asked and "SUBGROUP=1" not in kernel.defines
     return [f"LOCAL_SIZE={kernel.local_size}", *(["SUBGROUP=1"] if asked else []), *kernel.defines]
 
 

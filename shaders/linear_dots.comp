@@ -19,9 +19,6 @@ layout(constant_id = 4) const uint STRIDE = 1u;  // between the lanes of a team
 layout(constant_id = 5) const uint SQUARES = 1u; // sums of squares of x that an invocation takes
 layout(constant_id = 6) const uint ORDER = 0u;   // of the bytes that are made of the result
 
-#ifndef SUBGROUP
-#define SUBGROUP
-#endif
 #define LANE_STRIDE STRIDE
 #include "lanes.glsl"
 

@@ -20,9 +20,6 @@ layout(constant_id = 4) const uint STRIDE = 1u;  // between the lanes of a team
 layout(constant_id = 5) const uint PARTS = 1u;   // sums of squares of a group of columns
 layout(constant_id = 6) const uint ORDER = 0u;   // of the bytes that are made of the result
 
-#if defined(EMIT) && !defined(SUBGROUP)
-#define SUBGROUP  // include/bytes.glsl needs them
-#endif
 #define LANE_STRIDE STRIDE
 #include "lanes.glsl"
 

@@ -17,7 +17,7 @@ from vkbackend.device.base import Limits
 from vkbackend.device.numpy_parts import Run, Workspace
 from vkbackend.graph import Graph, Node, Tensor
 from vkbackend.ops.case import Case, CaseBuilder
-from vkbackend.ops.linear_dots import ORDERS, dots, dots_kernels, emitting, row_bytes, suits
+from vkbackend.ops.linear_dots import ORDERS, SUBGROUPS, dots, dots_kernels, emitting, row_bytes, suits
 from vkbackend.ops.linear_numpy import prepared_linear
 from vkbackend.ops.linear_prompt import Part, product_bytes, prompt_kernels, prompt_stages
 from vkbackend.ops.op import (
@@ -281,7 +281,7 @@ def _kernels() -> list[Kernel]:
     out = [*prompt_kernels(FORMATS), *dots_kernels()]
     for fmt in FORMATS:
         for before in ((), ("NORM",), ("GROUPS",)):
-            for after in ((), ("RESIDUAL",), ("RESIDUAL", "EMIT"), ("SWIGLU",)):
+            for after in ((), ("RESIDUAL",), ("RESIDUAL", "EMIT", SUBGROUPS), ("SWIGLU",)):
                 if before != ("NORM",) or "EMIT" not in after:
                     out.append(Kernel("linear_rows", ROWS_LANES, (f"W_{fmt.upper()}", *before, *after)))
     return out

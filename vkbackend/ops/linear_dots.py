@@ -20,6 +20,7 @@ SWIGLU_LANES = 256  # so that a workgroup has 16 columns of the result
 ENOUGH_TEAMS = 49152  # below this many teams, several share a row so that the device is filled
 LARGE, WIDE, MEDIUM = 32768, 16384, 4096  # weight rows; these four from a sweep on an H200, see docs/performance.md
 ROW_BYTES = {before: Kernel("row_bytes", LANES, before) for before in ((), ("NORM",), ("GROUPS",))}
+SUBGROUPS = "SUBGROUP=1"  # the kernels here are asked for only where a device has them
 BYTES, NIBBLES = 0, 1  # orders of columns (include/dots.glsl)
 NIBBLE_FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
 ORDERS = {"q8_0": BYTES} | dict.fromkeys(NIBBLE_FORMATS, NIBBLES)
@@ -68,7 +69,8 @@ def emitting(dispatch: Dispatch, y: Tensor) -> Dispatch:
         done = counters("linear: parts of a chunk", y.shape[1] // 16)
         binds = [*dispatch.binds, *([] if norm is None else [Bind(norm, "r")]), Bind(to, "w"), Bind(done, "rw")]
         push = (*dispatch.push, At(to), to.strides[0], At(done), 0 if norm is None else At(norm))
-        kernel = replace(dispatch.kernel, defines=(*dispatch.kernel.defines, "EMIT"))
+        defines = (*(d for d in dispatch.kernel.defines if d != SUBGROUPS), "EMIT", SUBGROUPS)
+        kernel = replace(dispatch.kernel, defines=defines)
         return replace(
             dispatch, kernel=kernel, binds=tuple(binds), push=push, spec=(*dispatch.spec[:-1], order), absorb=None
         )
@@ -107,7 +109,7 @@ def dots(
     n_r, split, wide = _shape_of_work(n_out, n_in, n_tokens)
     groups = spread(-(-n_out * split // (lanes // TEAM * n_r)), limits.max_groups[0])
     spec = (n_tokens, n_r, split, int(wide), lane_stride, -(-n_in // (16 * lanes)), 0)
-    kernel = Kernel("linear_dots", lanes, tuple(defines))
+    kernel = Kernel("linear_dots", lanes, (*defines, SUBGROUPS))
     dispatch = Dispatch(kernel, tuple(binds), tuple(push), groups, spec, n_bytes=n_bytes)
     return emitting(dispatch, y) if swiglu or residual is not None else dispatch
 
@@ -134,5 +136,5 @@ def dots_kernels() -> list[Kernel]:
         for before in ((), ("NORM",)):
             for after in ((), ("RESIDUAL",), ("RESIDUAL", "EMIT"), ("SWIGLU",), ("SWIGLU", "EMIT")):
                 lanes = SWIGLU_LANES if "SWIGLU" in after else LANES
-                out.append(Kernel("linear_dots", lanes, (f"W_{fmt.upper()}", *before, *after)))
+                out.append(Kernel("linear_dots", lanes, (f"W_{fmt.upper()}", *before, *after, SUBGROUPS)))
     return out
