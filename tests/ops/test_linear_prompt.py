@@ -60,12 +60,13 @@ def test_decode_batches_never_use_them() -> None:
     assert kernels(GPU, ["q8_0"], n_rows=16) == ["linear_rows"]
 
 
+@pytest.mark.parametrize("n", [96, 1024, 2592])
 @pytest.mark.parametrize("before", ["", "norm", "groups"])
-def test_x_in_two_halves(device: KomputeDevice, rng: np.random.Generator, before: str) -> None:
-    n_rows, n = 5, 96
+def test_x_in_two_halves(device: KomputeDevice, rng: np.random.Generator, before: str, n: int) -> None:
+    n_rows = 5
     scales = np.array([1.0, 1e-12, 1e12, 3e4, 0.0])[:, None]  # one row of zeros
     x = rng.standard_normal((n_rows, n)) * scales
-    norm_w, squares = rng.uniform(0.5, 1.5, n), rng.uniform(1, 50, (n_rows, 3, 2))
+    norm_w, squares = rng.uniform(0.5, 1.5, n), rng.uniform(1, 50, (n_rows, n // 32, 2))
 
     b = CaseBuilder(device, rng)
     norm = b.input(norm_w) if before == "norm" else None

@@ -17,7 +17,8 @@ from vkbackend.ops.rms_norm import rms_norm_dispatch
 from vkbackend.packing import plane_words
 
 SCALE_GROUPS = Kernel("scale_groups", 128)
-SPLIT_HALVES = {before: Kernel("split_halves", 128, before) for before in ((), ("NORM",), ("GROUPS",))}
+SPLIT_LANES = 256  # invocations in a workgroup of split_halves
+SPLIT_HALVES = {before: Kernel("split_halves", SPLIT_LANES, before) for before in ((), ("NORM",), ("GROUPS",))}
 TILED_LANES = 64  # invocations in a workgroup of linear_tiled
 ENOUGH_TILES = 256  # workgroups of linear_blocks below which tiles are cut smaller
 MATRIX = MatrixShape(16, 16, 16, "f16", "f16", "f32", "f32")
@@ -105,7 +106,8 @@ def _split_halves(
     groups = (n_in, 0) if squares is None else (n_in // squares.shape[1], squares.shape[2])
     push = (At(x), x.strides[0], At(y), n_in, n_rows, 0 if extra is None else At(extra), float(eps), *groups)
     kernel = SPLIT_HALVES[() if extra is None else ("GROUPS",) if norm is None else ("NORM",)]
-    return Dispatch(kernel, tuple(binds), push, spread(n_rows, limits.max_groups[0]))
+    spec = (-(-n_in // (4 * SPLIT_LANES)),)
+    return Dispatch(kernel, tuple(binds), push, spread(n_rows, limits.max_groups[0]), spec)
 
 
 # ---- products
