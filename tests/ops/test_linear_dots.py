@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from spirv_module import check_fit
 
 import vkbackend.schedule as schedule
 from vkbackend.device.base import Device, Features, Limits
@@ -171,7 +172,10 @@ def _chain(device: Device, n: int, fmts: Sequence[str], seed: int, groups: bool 
 
 
 def _kernels(device: VulkanDevice, b: CaseBuilder) -> list[str]:
-    return [launch.kernel.name for level in schedule.plan(b.graph, device.info.limits).levels for launch in level]
+    launches = [launch for level in schedule.plan(b.graph, device.info.limits).levels for launch in level]
+    for launch in launches:
+        check_fit(launch.kernel, len(launch.push), len(launch.spec), len(launch.buffers))
+    return [launch.kernel.name for launch in launches]
 
 
 @pytest.mark.usefixtures("any_size")

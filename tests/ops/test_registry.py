@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from spirv_module import check_fit
 
 import vkbackend.ops
 from vkbackend.device.base import Features, Limits
@@ -76,6 +77,7 @@ def test_lowerings_ask_for_listed_kernels_within_the_limits(
             for dispatch in [d for stage in node.op.lower(node, limits) for d in stage]:
                 n_dispatches += 1
                 if node.op is op:
+                    check_fit(dispatch.kernel, len(dispatch.push), len(dispatch.spec), len(dispatch.binds))
                     assert dispatch.kernel in shipped, f"{case.label}: {dispatch.kernel} is in no kernels()"
                 assert all(0 <= s <= 0xFFFFFFFF for s in dispatch.spec)
                 assert {b.access for b in (*dispatch.binds, *dispatch.also)} <= {"r", "w", "rw"}

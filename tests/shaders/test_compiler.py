@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from spirv_module import Module
 
 from vkbackend.device.copy import COPY_WORDS, FILL_WORDS
 from vkbackend.device.kompute_order import WITNESS
@@ -104,52 +104,6 @@ void main() { y[0] = push.a + push.b[3]; z[0] = push.c.x + float(y[1]); }
     assert module.local_size() == (32, 1, 1)
     assert module.capabilities == {1}
     assert module.bindings() == {0, 3}
-
-
-class Module:
-    """The few things of a SPIR-V module that tests look at (numbers: the SPIR-V specification, unified1)."""
-
-    def __init__(self, code: bytes) -> None:
-        words = struct.unpack(f"<{len(code) // 4}I", code)
-        assert words[0] == 0x07230203
-        self.version = (words[1] >> 16 & 0xFF, words[1] >> 8 & 0xFF)
-        self.instructions: list[tuple[int, tuple[int, ...]]] = []
-        at = 5
-        while at < len(words):
-            length = words[at] >> 16
-            self.instructions.append((words[at] & 0xFFFF, words[at + 1 : at + length]))
-            at += length
-        self.capabilities = {operands[0] for code, operands in self.instructions if code == 17}
-        self._constants = {operands[1]: operands[2] for code, operands in self.instructions if code == 43}
-        self._types = {operands[0]: (code, operands[1:]) for code, operands in self.instructions if 19 <= code <= 33}
-        self._offsets = {o[:2]: o[3] for code, o in self.instructions if code == 72 and o[2] == 35}
-        self._strides = {o[0]: o[2] for code, o in self.instructions if code == 71 and o[1] == 6}
-
-    def push_bytes(self) -> int:
-        """Bytes of the push-constant block (0 without one)."""
-        sizes = [0]
-        for kind, operands in self._types.values():
-            if kind == 32 and operands[0] == 9:  # a pointer to storage class PushConstant
-                sizes.append(self._size(operands[1]))
-        return max(sizes)
-
-    def _size(self, type_id: int) -> int:
-        kind, operands = self._types[type_id]
-        if kind in (21, 22):  # int, float: bits
-            return operands[0] // 8
-        if kind == 23:  # vector
-            return self._size(operands[0]) * operands[1]
-        if kind == 28:  # array
-            return self._strides[type_id] * self._constants[operands[1]]
-        if kind == 30:  # struct
-            return max(self._offsets[type_id, i] + self._size(member) for i, member in enumerate(operands))
-        raise AssertionError(f"type {kind} in a push-constant block")
-
-    def local_size(self) -> tuple[int, ...]:
-        return next(o[2:5] for code, o in self.instructions if code == 16 and o[1] == 17)
-
-    def bindings(self) -> set[int]:
-        return {o[2] for code, o in self.instructions if code == 71 and o[1] == 33}
 
 
 # ---- errors
