@@ -18,18 +18,21 @@ from vkbackend.device.kompute_order import WITNESS
 from vkbackend.device.null import NullDevice
 from vkbackend.ops import all_ops, op_names
 from vkbackend.ops.case import CaseBuilder
+from vkbackend.ops.linear_prompt import MATRIX
 from vkbackend.ops.op import Op, push_word, spread
 from vkbackend.shaders.compiler import SOURCE_DIR
 
 NAMES = op_names()
-# What lowerings look at: a device of no more than Vulkan's guarantees, a CPU driver, a large GPU.
+# What lowerings look at: a device of no more than Vulkan's guarantees, a CPU driver, large GPUs.
 LIMITS = {
     "least": Limits(),
     "cpu": Limits(max_invocations=1024, subgroup_size=8, subgroup_shuffle=True),
     "gpu": Limits(max_invocations=1024, subgroup_size=32, subgroup_shuffle=True, max_shared_bytes=49152),
-    "dots": Limits(
-        max_invocations=1024, subgroup_size=32, min_subgroup_size=32, subgroup_shuffle=True,
-        features=Features(integer_dot=True),
+    "all features": Limits(
+        max_invocations=1024, subgroup_size=32, min_subgroup_size=32, subgroup_shuffle=True, max_shared_bytes=49152,
+        features=Features(
+            float16=True, integer_dot=True, memory_model=True, subgroup_sizes=(32, 32), matrix_shapes=(MATRIX,)
+        ),
     ),
     "narrow": Limits(max_groups=(7, 65535, 65535)),
 }

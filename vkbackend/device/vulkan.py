@@ -15,7 +15,17 @@ from typing import Any
 from vkbackend.device.base import Array, Buffer, DeviceInfo, Words
 from vkbackend.device.dispatching import Command, DispatchProgram, HostRegion, RegionPool, check_allocation
 from vkbackend.device.probe import local_memory, uses_subgroups
-from vkbackend.device.vulkan_memory import HOST, USE, WORK, Memory, VulkanBuffer, VulkanHostRegion, as_words
+from vkbackend.device.vulkan_memory import (
+    HOST,
+    TOUCHED,
+    USE,
+    WORK,
+    WRITTEN,
+    Memory,
+    VulkanBuffer,
+    VulkanHostRegion,
+    as_words,
+)
 from vkbackend.device.vulkan_pipelines import DescriptorSet, Pipeline, PipelineKey, Pipelines
 from vkbackend.device.vulkan_session import Job, Session
 from vkbackend.errors import DeviceError
@@ -156,7 +166,7 @@ class VulkanDevice:
             bound: tuple[Pipeline | None, DescriptorSet | None] = (None, None)
             for i, level in enumerate(levels):
                 if i > 0:
-                    memory.barrier(job, WORK, USE)
+                    memory.barrier(job, WRITTEN, TOUCHED)
                 for command in level:
                     bound = self._record_dispatch(job, command, bound)
                 self._stamp(job, queries, i + 1)

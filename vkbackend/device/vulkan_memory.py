@@ -250,6 +250,9 @@ class Memory:
 WORK = (STAGE_COMPUTE | STAGE_TRANSFER, SHADER_WRITE | TRANSFER_WRITE)  # whatever wrote before
 USE = (STAGE_COMPUTE | STAGE_TRANSFER, SHADER_READ | SHADER_WRITE | TRANSFER_READ | TRANSFER_WRITE)  # whatever follows
 HOST = (STAGE_HOST, HOST_READ)
+# Between two levels there are dispatches only; naming no more stages than that lets a driver do no more than that.
+WRITTEN = (STAGE_COMPUTE, SHADER_WRITE)
+TOUCHED = (STAGE_COMPUTE, SHADER_READ | SHADER_WRITE)
 
 
 class _Slot:
