@@ -6,7 +6,7 @@
 
 // Product of a weight matrix with 1..16 rows of x, by dot products of bytes: what linear_rows does in floats, in a quarter of
 // the instructions. x has been made 16-bit integers with a scale for each 16 columns by row_bytes.comp, as two planes of
-// signed bytes. Sums of 16 columns are exact.
+// signed bytes. Sums of 16 columns are exact up to one rounding.
 //
 // SPLIT teams share N_R weight rows: a lane takes every (8 * SPLIT)-th chunk of 16 columns (WIDE: piece of 32), for all TOKENS
 // rows of x; lanes are summed by team_add, teams in their order. That order is the same whatever TOKENS and N_R are, which

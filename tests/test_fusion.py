@@ -74,6 +74,28 @@ def test_others_that_touch_its_tensors_do(between: Dispatch) -> None:
     assert names == ["maker", between.kernel.name, "follower"]
 
 
+@pytest.mark.parametrize(
+    "sibling",
+    [
+        dispatch("writes what is read too", [], [PART]),
+        dispatch("reads where the result goes", [RESULT], []),
+        dispatch("writes a part of it", [], [WHOLE.narrow(0, 0, 1)]),
+    ],
+    ids=lambda d: str(d.kernel.name),
+)
+def test_others_of_the_makers_stage_do_too(sibling: Dispatch) -> None:
+    steps = [Step("a", 0, sibling), Step("b", 0, maker()), Step("c", 1, follower(also=(PART,)))]
+    assert [s.dispatch.kernel.name for s in fuse(steps)] == [sibling.kernel.name, "maker", "follower"]
+    earlier = [replace(steps[0], stage=-1), *steps[1:]]
+    assert [s.dispatch.kernel.name for s in fuse(earlier)] == [sibling.kernel.name, "both"]
+
+
+def test_tensors_bound_in_no_binding_count() -> None:
+    unbound = replace(follower(), also=(Bind(PART, "r"),))
+    assert fused(maker(), unbound) == ["both"]
+    assert fused(maker(), dispatch("writer", [], [PART]), unbound) == ["maker", "writer", "follower"]
+
+
 def test_the_tensor_must_be_the_same_view() -> None:
     assert fused(maker(WHOLE.narrow(1, 0, 16)), follower()) == ["maker", "follower"]
     assert fused(maker(), follower(WHOLE.narrow(1, 0, 16))) == ["maker", "follower"]

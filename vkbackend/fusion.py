@@ -39,19 +39,27 @@ def fuse(steps: Sequence[Step]) -> list[Step]:
 
 
 def _maker(earlier: Sequence[Step], tensor: Tensor, after: Dispatch) -> Step | None:
-    """The step that wrote exactly `tensor`, if nothing else that `after` reads or writes was touched from there on."""
-    others = [b for b in after.binds if b.tensor is not tensor]
+    """The step that wrote exactly `tensor`, if nothing else that `after` reads or writes was touched from there on.
+
+    From there on means the whole of that step's stage: its dispatches run side by side, so one of them that stands
+    before the maker may still run after it.
+    """
+    others = [b for b in (*after.binds, *after.also) if b.tensor is not tensor]
+    maker: Step | None = None
     for step in reversed(earlier):
+        if maker is not None and step.stage != maker.stage:
+            break
         binds = (*step.dispatch.binds, *step.dispatch.also)
         writes = [b.tensor for b in binds if "w" in b.access]
-        makes = any(_shares(w, tensor) for w in writes)
         if any(_shares(w, b.tensor) for w in writes for b in others):
             return None
         if any("w" in b.access and _shares(b.tensor, c.tensor) for b in others for c in binds):
             return None
-        if makes:
-            return step if any(_same(w, tensor) for w in writes) else None
-    return None
+        if any(_shares(w, tensor) for w in writes):
+            if maker is not None or not any(_same(w, tensor) for w in writes):
+                return None
+            maker = step
+    return maker
 
 
 def _shares(a: Tensor, b: Tensor) -> bool:

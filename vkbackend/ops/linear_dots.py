@@ -3,7 +3,7 @@
 `linear_dots` takes a quarter of the instructions of `linear_rows`, but wants x as 16-bit integers with a scale for each
 16 columns. `row_bytes` makes them in a dispatch of its own; where x is the result of a product, that product makes
 them on the way (`emitting`), which saves the level. Such an x has an error of at most 1 / 65,024 of the largest of its
-16 columns; sums of 16 products are exact. Results do not depend on the number of rows.
+16 columns; sums of 16 products are exact up to one rounding. Results do not depend on the number of rows.
 """
 
 from __future__ import annotations
